@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import operator
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules import module as modules
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.models.llama import modeling_llama
 
 import kvdepot
 from kvdepot.errors import BadRequest, ConfigError
 from kvdepot.hf import PrefixCache
-from kvdepot.integrations.huggingface.identity import identity
-from tests.huggingface.models import CHUNK, compute, make, prompt
+from kvdepot.integrations.huggingface.identity import fingerprint, identity
+from tests.conftest import HANG_S
+from tests.huggingface.models import CHUNK, HAS_STATES, SERVED, compute, make, prompt
 
 IDS = prompt(50)
 WHOLE = 48
@@ -81,9 +91,55 @@ def use_less_precision(model: Any) -> None:
     model.to(torch.bfloat16)
 
 
+def activate_otherwise(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+
+
+def activate_by_a_function(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    del mlp.act_fn
+    mlp.act_fn = lambda values: torch.relu(values)
+
+
+def scale_attention(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling *= 4
+
+
+def normalize_otherwise(model: Any) -> None:
+    model.model.layers[1].input_layernorm.variance_epsilon = 5.0
+
+
+def rotate_more(model: Any) -> None:
+    model.model.rotary_emb.attention_scaling = 3.0
+
+
+class PlainAdapter(torch.nn.Module):
+    """A linear layer with a LoRA that is no parameter."""
+
+    def __init__(self, linear: torch.nn.Linear, scale: float) -> None:
+        super().__init__()
+        self.base = linear
+        self.parts = [torch.full((linear.in_features, 2), scale), torch.ones(2, linear.out_features)]
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base(values) + values @ self.parts[0] @ self.parts[1]
+        return result
+
+
+def adapt_by_a_plain_attribute(model: Any) -> None:
+    model.model.layers[0].self_attn.k_proj = PlainAdapter(model.model.layers[0].self_attn.k_proj, 0.5).eval()
+
+
+def patch_an_instance(model: Any) -> None:
+    mlp, factor = model.model.layers[1].mlp, torch.tensor(4.0)
+    forward = mlp.forward
+    mlp.forward = lambda values: forward(values) * factor
+
+
 CHANGES = [
     step, load_others, scale_in_place, edit_one_value, replace_a_tensor, rotate_otherwise, attend_otherwise,
-    configure_otherwise, use_less_precision,
+    configure_otherwise, use_less_precision, activate_otherwise, activate_by_a_function, scale_attention,
+    normalize_otherwise, rotate_more, adapt_by_a_plain_attribute, patch_an_instance,
 ]  # fmt: skip
 
 
@@ -97,6 +153,107 @@ def test_a_change_in_memory_begins_without_prefixes(library: kvdepot.Depot, chan
     assert identity(model) != before
     assert cache.load(IDS)[1] == 0
     assert PrefixCache(library, model, CHUNK).load(IDS)[1] == 0
+
+
+def test_the_values_of_plain_tensors_count() -> None:
+    names = []
+    for scale in (0.5, 0.25, 0.5):
+        model = make(seed=1)
+        model.model.layers[0].self_attn.k_proj = PlainAdapter(model.model.layers[0].self_attn.k_proj, scale).eval()
+        names.append(identity(model))
+    assert names[0] == names[2] != names[1]
+
+
+def attention(factor: float) -> Callable[..., Any]:
+    """An attention function of our own: `factor` times what transformers' function gives."""
+
+    def attend(module: Any, query: Any, key: Any, value: torch.Tensor, mask: Any, **others: Any) -> Any:
+        return sdpa_attention_forward(module, query, key, value * factor, mask, **others)
+
+    return attend
+
+
+@pytest.mark.parametrize("name", ["ours", "sdpa"])
+def test_the_code_of_a_registered_attention_function_counts(library: kvdepot.Depot, name: str) -> None:
+    found, before = [], AttentionInterface._global_mapping.copy()
+    AttentionMaskInterface.register("ours", sdpa_mask)
+    try:
+        for factor in (1.0, 5.0, 1.0):
+            AttentionInterface.register(name, attention(factor))
+            model = make(seed=91, attn_implementation=name)
+            cache = PrefixCache(library, model, CHUNK)
+            found.append(cache.load(IDS)[1])
+            assert torch.equal(cache.generate(IDS, max_new_tokens=2), model.generate(input_ids=IDS, max_new_tokens=2))
+        AttentionInterface.register(name, attention(2.0))
+        assert cache.load(IDS)[1] == 0
+    finally:
+        AttentionInterface._global_mapping.clear()
+        AttentionInterface._global_mapping.update(before)
+        AttentionMaskInterface._global_mapping.pop("ours")
+    assert found == [0, 0, WHOLE]
+
+
+@pytest.mark.parametrize("name", ["LlamaMLP.forward", "apply_rotary_pos_emb"])
+def test_code_of_transformers_that_was_replaced_counts(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model = make(seed=1)
+    before = identity(model), fingerprint(model)
+    old = operator.attrgetter(name)(modeling_llama)
+    monkeypatch.setattr(f"{modeling_llama.__name__}.{name}", functools.wraps(old)(lambda *args: old(*args)))
+    assert identity(model) != before[0] and fingerprint(model) != before[1]
+    monkeypatch.undo()
+    assert (identity(model), fingerprint(model)) == before
+
+
+def record(*_: Any) -> None:
+    """A hook."""
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])
+def test_models_with_hooks_are_refused(library: kvdepot.Depot, kind: str) -> None:
+    model = make()
+    cache = stored(library, model)
+    for register in (getattr(model.model.layers[1], f"register_{kind}"), getattr(modules, f"register_module_{kind}")):
+        handle = register(record)
+        for call in (cache.load, cache.generate, lambda ids: PrefixCache(library, model, CHUNK)):
+            with pytest.raises(ConfigError, match=r"with hooks \(.*: record\)"):
+                call(IDS)
+        handle.remove()
+    assert cache.load(IDS)[1] == WHOLE
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_running_a_model_changes_no_fact_of_it(kind: str) -> None:
+    model, ids = make(kind, seed=1), prompt(20)
+    before = identity(model), fingerprint(model)
+    short: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 2, "do_sample": False}
+    model.generate(ids, **short, output_hidden_states=True, output_attentions=True, return_dict_in_generate=True)
+    if kind != "latent" or HAS_STATES:
+        model.generate(ids, **short, cache_implementation="static", disable_compile=True)
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    model.train()
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.zero_grad()
+    model.eval()
+    assert (identity(model), fingerprint(model)) == before
+
+
+def test_equal_models_have_one_identity_in_all_processes() -> None:
+    script = "from tests.huggingface import test_identity as this\nprint(*this.identities())"
+    environ = {**os.environ, "PYTHONHASHSEED": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE, text=True, timeout=HANG_S
+    )
+    assert ended.stdout.split() == identities()
+
+
+def identities() -> list[str]:
+    """Of models of all kinds, with an attention function and a patch of our own."""
+    models = [make(kind, seed=1) for kind in SERVED]
+    activate_by_a_function(models[0])
+    adapt_by_a_plain_attribute(models[0])
+    patch_an_instance(models[0])
+    return [identity(model) for model in models]
 
 
 def test_what_is_changed_back_has_its_prefixes_again(library: kvdepot.Depot) -> None:

@@ -191,6 +191,18 @@ def test_beams_answer_as_without_a_depot(library: kvdepot.Depot, kind: str) -> N
         assert torch.equal(cached(cache, ids, num_beams=3), expected)
 
 
+@pytest.mark.parametrize("kind", [*PLAIN, *WINDOWED])
+def test_beams_of_the_users_own_calls_answer_on_a_hit_as_on_a_miss(library: kvdepot.Depot, kind: str) -> None:
+    model = make(kind)
+    cache, ids = PrefixCache(library, model, CHUNK), prompt(TOKENS, batch=2)
+    expected = greedy(model, ids, num_beams=3)
+    for count in (0, WHOLE):
+        past, n = cache.load(ids)
+        assert n == count
+        assert torch.equal(greedy(model, ids, num_beams=3, past_key_values=past), expected)
+        cached(cache, ids)
+
+
 def test_prompts_shorter_than_a_chunk_are_misses(library: kvdepot.Depot) -> None:
     model = make("llama")
     cache = PrefixCache(library, model, CHUNK)

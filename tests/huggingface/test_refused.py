@@ -44,15 +44,21 @@ def rotation_by_length() -> Any:
     return make(**{name: rope})
 
 
-def always_from_zero(_: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    positions = named.pop("position_ids", inputs[-1])
-    return inputs[:1], {**named, "position_ids": positions - positions.min()}
+class FromZero(torch.nn.Module):
+    """Rotary embeddings of positions within a part of a prompt."""
+
+    def __init__(self, rotary: torch.nn.Module) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, values: Any, position_ids: torch.Tensor, **others: Any) -> Any:
+        return self.rotary(values, position_ids=position_ids - position_ids.min(), **others)
 
 
 def that_ignores_its_cache() -> Any:
     model = make()
-    model.model.rotary_emb.register_forward_pre_hook(always_from_zero, with_kwargs=True)
-    return model
+    model.model.rotary_emb = FromZero(model.model.rotary_emb)
+    return model.eval()
 
 
 def a_path() -> Any:
@@ -76,6 +82,22 @@ def test_models_that_are_not_served_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         PrefixCache(library, make_model(), CHUNK)
+
+
+class HalfLayer(transformers.cache_utils.QuantizedLayer):  # type: ignore[misc]
+    """A layer that quantizes to half precision, without a library for it."""
+
+    def _quantize(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        return tensor.half()
+
+    def _dequantize(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float()
+
+
+def quantized_cache() -> Any:
+    cache = transformers.DynamicCache(config=make().config)
+    cache.layers = [HalfLayer(residual_length=16) for _ in cache.layers]
+    return cache
 
 
 def test_caches_that_are_not_served_are_refused(library: kvdepot.Depot) -> None:
@@ -110,10 +132,17 @@ def test_caches_that_are_not_served_are_refused(library: kvdepot.Depot) -> None:
     for past, message in (
         (full, "pass an empty cache"),
         (transformers.DynamicCache(), r"DynamicCache\(config=model.config\)"),
+        (transformers.DynamicCache(config=make("mistral").config), "other layers than the model"),
+        (transformers.StaticCache(config=make(num_hidden_layers=3).config, max_cache_len=64), "other layers"),
+        (transformers.EncoderDecoderCache(*[transformers.DynamicCache() for _ in "ab"]), "serve EncoderDecoderCache"),
+        (quantized_cache(), "does not serve DynamicCache with HalfLayer"),
+        (((torch.zeros(1),),), "pass an empty cache of transformers, not tuple"),
         ("static", "pass an empty cache of transformers, not str"),
     ):
         with pytest.raises(BadRequest, match=message):
             cache.load(IDS, past=past)
+        with pytest.raises(BadRequest, match=message):
+            cache.generate(IDS, past_key_values=past, max_new_tokens=2)
     assert cache.store(IDS, full) == 48
     small = transformers.StaticCache(config=model.config, max_cache_len=32)
     with pytest.raises(BadRequest, match="a static cache of 32 tokens is too small for 48: raise max_cache_len"):
@@ -172,18 +201,74 @@ def test_padding_must_be_at_the_left_and_masked(library: kvdepot.Depot) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"assistant_model": 1}, "assisted decoding takes tokens back"),
-        ({"inputs_embeds": torch.zeros(1)}, "inputs_embeds: a depot's keys are tokens"),
-        ({"pixel_values": torch.zeros(1)}, "pixel_values: KV must depend on tokens alone"),
-        ({"cache_implementation": "static"}, "past_key_values=StaticCache"),
-        ({"use_cache": False}, "nothing to load or store"),
+        ({"assistant_model": 1}, "assistant_model: assisted decoding"),
+        ({"inputs_embeds": torch.zeros(2)}, "inputs_embeds: a depot's keys are tokens"),
+        ({"pixel_values": torch.zeros(2)}, "pixel_values: KV must depend on tokens alone"),
+        ({"custom_generate": print}, "custom_generate: it may use the cache in any way"),
         ({"past_key_values": "static"}, "not str"),
+        ({"attention_mask": transformers.GenerationConfig()}, "attention_mask must be a tensor"),
+        ({"attention_mask": torch.ones(1, 49)}, "a value for each token"),
+        ({"inputs": IDS}, "pass the tokens of a prompt once"),
     ],
 )
 def test_arguments_of_generation_are_refused_by_name(library: kvdepot.Depot, arguments: Any, message: str) -> None:
     cache = PrefixCache(library, make(seed=9), CHUNK)
     with pytest.raises(BadRequest, match=message):
         cache.generate(IDS, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("prompt_lookup_num_tokens", 3, "assisted decoding"), ("assistant_early_exit", 1, "assisted decoding"),
+        ("is_assistant", True, "assisted decoding"), ("prefill_chunk_size", 16, "computed in parts already"),
+        ("token_healing", True, "takes a prompt's last token back"), ("use_cache", False, "nothing to load or store"),
+        ("output_hidden_states", True, "what is loaded has none"), ("output_attentions", True, "loaded has none"),
+        ("cache_implementation", "static", "past_key_values=StaticCache"),
+        ("cache_implementation", "quantized", "cache_implementation='quantized'"),
+    ],
+)  # fmt: skip
+def test_settings_of_generation_are_refused_wherever_they_are(
+    library: kvdepot.Depot, name: str, value: Any, message: str
+) -> None:
+    model = make(seed=9)
+    cache = PrefixCache(library, model, CHUNK)
+    config = transformers.GenerationConfig(max_new_tokens=4, **{name: value})
+    for arguments in ({name: value}, {"generation_config": config}):
+        with pytest.raises(BadRequest, match=message):
+            cache.generate(IDS, **arguments)
+    model.generation_config = config
+    with pytest.raises(BadRequest, match=message):
+        cache.generate(IDS)
+    with pytest.raises(BadRequest, match=message):
+        cache.generate(IDS, generation_config=transformers.GenerationConfig(max_new_tokens=4))
+
+
+def test_a_prompt_is_taken_under_both_names_that_transformers_has(library: kvdepot.Depot) -> None:
+    model = make(seed=13)
+    cache = PrefixCache(library, model, CHUNK)
+    answers = [cache.generate(**{name: IDS}, max_new_tokens=5) for name in ("inputs", "input_ids")]
+    assert torch.equal(answers[0], answers[1])
+    with pytest.raises(BadRequest, match="pass the tokens of a prompt once"):
+        cache.generate(max_new_tokens=5)
+    with pytest.raises(BadRequest, match="inputs_embeds: a depot's keys are tokens"):
+        cache.generate(inputs_embeds=torch.zeros(1, 4, 64))
+    static = transformers.StaticCache(config=model.config, max_cache_len=64)
+    assert torch.equal(cache.generate(inputs=IDS, past_key_values=static, max_new_tokens=5), answers[0])
+
+
+def test_an_answer_is_stored_only_if_its_cache_has_seen_just_its_tokens(library: kvdepot.Depot) -> None:
+    model = make(seed=14)
+    cache, own = PrefixCache(library, model, CHUNK), model.generate
+
+    def compute_again(**arguments: Any) -> Any:
+        """As transformers does for assisted decoding on a loaded cache."""
+        compute(model, arguments["input_ids"], arguments["past_key_values"])
+        return own(**arguments)
+
+    model.generate = compute_again
+    answer = cache.generate(IDS, max_new_tokens=40, do_sample=False)
+    assert cache.load(answer)[1] == 48
 
 
 def test_prompts_with_images_are_refused(library: kvdepot.Depot) -> None:
@@ -237,6 +322,30 @@ def test_autocast_has_prefixes_of_its_own(library: kvdepot.Depot) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert cache.load(IDS)[1] == 0
     assert cache.load(IDS)[1] == 48
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_cache_that_was_loaded_beside_padding_is_not_stored(library: kvdepot.Depot, rows: int) -> None:
+    model = make(seed=15)
+    cache, ids = PrefixCache(library, model, CHUNK), prompt(50, batch=rows)
+    ids[0, :7], mask = 7, torch.ones_like(ids)  # a token that nothing names as padding
+    mask[0, :7] = 0
+    for _ in range(2):  # computed, then loaded
+        static = transformers.StaticCache(config=model.config, max_cache_len=64, max_batch_size=rows)
+        for given in (None, static):
+            past, _ = cache.load(ids, mask, given)
+            answer = model.generate(ids, attention_mask=mask, past_key_values=past, max_new_tokens=4)
+            with pytest.raises(BadRequest, match="loaded for prompts with padding"):
+                cache.store(answer, past)
+        cache.generate(ids, mask, max_new_tokens=2)
+    static.reset()
+    cache.generate(ids, mask, past_key_values=static, max_new_tokens=2)
+    with pytest.raises(BadRequest, match="loaded for prompts with padding"):
+        cache.store(ids, static)
+    static.reset()
+    assert cache.load(prompt(50, batch=rows, seed=1), past=static)[1] == 0
+    compute(model, prompt(50, batch=rows, seed=1), static)
+    assert cache.store(prompt(50, batch=rows, seed=1), static) == 48
 
 
 @pytest.mark.parametrize("name", ["pad_token_id", "eos_token_id"])

@@ -13,7 +13,7 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -21,21 +21,16 @@ import transformers
 from blake3 import blake3
 
 from kvdepot.errors import BadRequest, ConfigError
+from kvdepot.integrations.huggingface.facts import PlainFacts, is_library
 from kvdepot.integrations.samples import BY_ROW, ROW_SAMPLE_BYTES, SAMPLE_BYTES, SMALL_BYTES, STEP_BYTES
 
 _FORMAT = 1
 """Raise it when the same model's KV lies otherwise in a depot."""
 _WHOLE_BYTES = 256 << 20
 """Models up to this size are hashed whole."""
-_ELSEWHERE = {
-    "_name_or_path", "architectures", "base_model_name_or_path", "dtype", "revision", "torch_dtype",
-    "transformers_version", "use_cache",
-}  # fmt: skip
-"""Keys of configurations that say where a model came from, or what its tensors say themselves."""
 _MEDIA = re.compile(r"(image|video|audio|vision|speech).*token_(id|index)$")
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
 """Rotary embeddings that rotate a prefix's keys by an amount that depends on the length of the whole prompt."""
-_LIBRARIES = ("torch.", "transformers.", "peft.", "accelerate.", "bitsandbytes.")
 
 
 def refuse_unserved(model: torch.nn.Module) -> None:
@@ -61,7 +56,7 @@ def refuse_unserved(model: torch.nn.Module) -> None:
             raise ConfigError(f"kvdepot.hf does not serve activated LoRA ({name!r}): it depends on the whole prompt")
         if getattr(config, "is_prompt_learning", False):
             raise ConfigError(f"kvdepot.hf does not serve adapters of virtual tokens ({config.peft_type} {name!r})")
-    for name, tensor in _tensors(model):
+    for name, tensor in _tensors(model.named_modules()):
         if tensor.device.type == "meta":
             raise BadRequest(
                 f"{name} is on the meta device, without its values: load the weights (from_pretrained), without "
@@ -78,11 +73,12 @@ def media_tokens(model: torch.nn.Module) -> frozenset[int]:
 
 
 def fingerprint(model: torch.nn.Module) -> bytes:
-    """A digest that changes with the model: its configuration, adapters, and the places, version counters and a few
-    values of its tensors. Waits for the device."""
-    hasher = blake3(_describe(model).encode())
+    """A digest that changes with the model: its facts, and the places, version counters and a few values of its
+    tensors. Waits for the device. Raises ConfigError for hooks."""
+    facts = PlainFacts(model)
+    hasher = blake3(facts.text.encode())
     samples: dict[torch.device, list[torch.Tensor]] = {}
-    for _, tensor in _tensors(model):
+    for _, tensor in [*_tensors(facts.modules), *facts.tensors]:
         for leaf in _leaves(tensor):
             version = 0 if leaf.is_inference() else leaf._version  # .data and numpy() change values without counting
             hasher.update(f"{leaf.data_ptr()} {version} {leaf.dtype} {list(leaf.shape)};".encode())
@@ -96,44 +92,16 @@ def fingerprint(model: torch.nn.Module) -> bytes:
 def identity(model: torch.nn.Module) -> str:
     """The digest that names the model's KV in a depot. Raises ConfigError for weights that cannot be read."""
     hasher = blake3()
-    facts = [_FORMAT, transformers.__version__, str(model.device.type), _describe(model), _code(model)]
-    hasher.update(json.dumps(facts).encode())
+    facts = PlainFacts(model)
+    parts = [_FORMAT, transformers.__version__, str(model.device.type), facts.text, _code(model)]
+    hasher.update(json.dumps(parts).encode())
     weights = {**dict(model.named_buffers()), **model.state_dict()}
+    weights |= {f"{name} {number}": each for number, (name, each) in enumerate(facts.tensors)}
     size = sum(each.nbytes for each in weights.values() if isinstance(each, torch.Tensor))
     step = SAMPLE_BYTES if size <= _WHOLE_BYTES else STEP_BYTES
     for name in sorted(weights):
         _hash(hasher, name, weights[name], step)
     return hasher.hexdigest()[:32]
-
-
-def _describe(model: torch.nn.Module) -> str:
-    """All that a model computes with besides its weights, as JSON: configuration, attention kernels, adapters."""
-    configs = [model.config, model.config.get_text_config(decoder=True)]
-    kinds = {model.device.type, "cpu"}
-    casts = [[kind, str(torch.get_autocast_dtype(kind))] for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
-    kernels = [[getattr(c, f"_{kind}_implementation", None) for kind in ("attn", "experts")] for c in configs]
-    adapters = [
-        [
-            name,
-            each._active_adapter,
-            each._disable_adapters,
-            *(getattr(each, f, None) for f in ("merged_adapters", "scaling")),
-        ]
-        for name, each in model.named_modules()
-        if "_disable_adapters" in vars(each)
-    ]
-    peft = {name: config.to_dict() for name, config in getattr(model, "peft_config", {}).items()}
-    facts = [type(model).__qualname__, model.config.to_dict(), kernels, adapters, peft, casts]
-    return json.dumps(
-        _without_places(facts), sort_keys=True,
-        default=lambda each: sorted(map(str, each)) if isinstance(each, set | frozenset) else str(each),
-    )  # fmt: skip
-
-
-def _without_places(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {str(key): _without_places(each) for key, each in value.items() if key not in _ELSEWHERE}
-    return [_without_places(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _values(value: object, name: re.Pattern[str]) -> Iterator[object]:
@@ -150,7 +118,7 @@ def _code(model: torch.nn.Module) -> list[str]:
     found = set()
     for kind in {type(module) for module in model.modules()}:
         text = f"{kind.__module__}.{kind.__qualname__}"
-        if not kind.__module__.startswith(_LIBRARIES):
+        if not is_library(kind.__module__):
             try:
                 text += f" {hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()}"
             except (OSError, TypeError) as exc:
@@ -159,9 +127,9 @@ def _code(model: torch.nn.Module) -> list[str]:
     return sorted(found)
 
 
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers with their names; shared ones once for each place. Faster than torch's own lists."""
-    for path, module in model.named_modules():
+    for path, module in modules:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:

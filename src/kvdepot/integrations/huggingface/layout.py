@@ -50,15 +50,33 @@ class RecordingLayer(DynamicSlidingWindowLayer):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the rows; what was dropped before cannot be stored then."""
         super().reorder_cache(beam_idx)
+        self._record_again()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._record_again()
+
+    def _record_again(self) -> None:
         self.record = [(self.keys, self.values)]
         self.first = self.cumulative_length - self.keys.shape[-2]
 
 
 class OwnCache(DynamicCache):
-    """A cache of this package, which records whether its rows were exchanged: by beam search, whose answers are in
-    another order than its rows."""
+    """A cache of this package. It has as many rows as are computed with it: `load` gives one for each prompt, and
+    `model.generate` computes several, for beams and for several answers. It records whether its rows were exchanged: by
+    beam search, whose answers are in another order than its rows."""
 
     is_reordered = False
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> Pair:
+        layer = self.layers[layer_idx]
+        held = len(layer.keys) if layer.is_initialized and layer.keys.numel() else len(key_states)
+        if len(key_states) > held:
+            layer.batch_repeat_interleave(len(key_states) // held)
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         super().reorder_cache(beam_idx)
@@ -112,6 +130,22 @@ def length_of(cache: Cache) -> int:
         return int(cache.get_seq_length())
     except ValueError as exc:
         raise ConfigError("kvdepot.hf does not serve models of states alone: their cache has no length") from exc
+
+
+def check_empty(cache: object, own: Cache) -> None:
+    """Raise BadRequest unless this is an empty cache with layers like those of `own`, which `new_cache` has made."""
+    if not isinstance(cache, Cache):
+        raise BadRequest(f"pass an empty cache of transformers, not {type(cache).__name__}")
+    try:
+        if getattr(cache, "layers", True):
+            _refuse_unserved(cache)
+    except ConfigError as exc:
+        raise BadRequest(f"{exc}: pass a DynamicCache or a StaticCache") from exc
+    if not cache.layers or length_of(cache):
+        raise BadRequest("pass an empty cache: DynamicCache(config=model.config), or a StaticCache after reset()")
+    kinds, expected = ([getattr(layer, "is_sliding", None) for layer in each.layers] for each in (cache, own))
+    if kinds != expected:
+        raise BadRequest("the cache to fill has other layers than the model: make it with config=model.config")
 
 
 class CacheLayout:
@@ -251,8 +285,6 @@ class CacheLayout:
 
         Rows have at least these tokens; exactly these if there are windows or states.
         """
-        if len(target.layers) < len(rows[0].layers):
-            raise BadRequest("the cache to fill has too few layers: make it with config=model.config")
         for geometry, layers in self.groups:
             kept = min(columns, geometry.window or columns)
             for index in layers:

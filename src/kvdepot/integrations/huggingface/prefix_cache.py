@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from kvdepot.errors import BadRequest, ConfigError
 from kvdepot.integrations.huggingface.identity import fingerprint, identity, media_tokens, refuse_unserved
-from kvdepot.integrations.huggingface.layout import CacheLayout, length_of, new_cache
+from kvdepot.integrations.huggingface.layout import CacheLayout, check_empty, length_of, new_cache
 
 if TYPE_CHECKING:
     from kvdepot.library.depot import Depot
@@ -29,17 +29,22 @@ _MOST_DIFFERENCE = 0.15
 """Limit of the check below: bfloat16 gives 0.01 to 0.03, a cache that is not used as it should be 0.3 and more."""
 _MOST_OPENED = 8
 """Versions of a model that are remembered: adapters may take turns."""
+_ASSISTED = "assisted decoding computes a loaded prompt again, and takes tokens back"
 _REFUSED = {
-    "assistant_model": "assisted decoding takes tokens back",
-    "prompt_lookup_num_tokens": "assisted decoding takes tokens back",
+    **dict.fromkeys(("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp"), _ASSISTED),
+    "is_assistant": _ASSISTED,
+    "custom_generate": "it may use the cache in any way",
     "inputs_embeds": "a depot's keys are tokens",
     "negative_prompt_ids": "it needs a second cache",
+    "output_attentions": "what is loaded has none",
+    "output_hidden_states": "what is loaded has none",
     "prefill_chunk_size": "prompts are computed in parts already",
+    "token_healing": "it takes a prompt's last token back",
 }
-"""Arguments of `generate` that are refused, and why."""
+"""Arguments of `generate`, and fields of its configuration, that are refused if they are set, and why."""
 _ARGUMENTS = {
     "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus", "streamer",
-    "tokenizer", "token_type_ids", "max_length", "max_new_tokens", "min_length", "min_new_tokens",
+    "tokenizer", "token_type_ids", "use_model_defaults", "max_length", "max_new_tokens", "min_length", "min_new_tokens",
 }  # fmt: skip
 """Arguments of `generate`, beside the fields of its configuration, that change no KV of a prompt."""
 
@@ -107,7 +112,7 @@ class PrefixCache:
         """
         prompts = self._prompts(input_ids, attention_mask)
         opened = self._open()
-        layout, target, columns = opened.layout, self._target(past, opened), prompts.columns - 1
+        layout, target, columns = opened.layout, self._target(past, opened, prompts.pads), prompts.columns - 1
         if len(prompts.pads) > 1 and not layout.is_plain:
             prefixes = [(tokens[: max(0, columns - pad)].numpy(), pad) for tokens, pad in prompts]
             columns = min(pad + opened.namespace.contains(prefix) for prefix, pad in prefixes)
@@ -136,17 +141,25 @@ class PrefixCache:
         opened.layout.check(past, len(prompts.pads))
         if getattr(past, "is_reordered", False):
             raise BadRequest("this cache is of beam search, whose rows are not those of its answers: use generate()")
+        if getattr(past, "kvdepot_has_padding", False):
+            raise BadRequest("this cache was loaded for prompts with padding, which changes their KV: use generate()")
         return min(self._put(tokens, past, row, opened) for row, (tokens, _) in enumerate(prompts))
 
-    def generate(self, input_ids: TokenIds, attention_mask: torch.Tensor | None = None, **arguments: object) -> object:
+    def generate(
+        self, input_ids: TokenIds | None = None, attention_mask: torch.Tensor | None = None, **arguments: object
+    ) -> object:
         """The answer of `model.generate` to these arguments, with prefixes loaded, and the prompts' chunks stored.
 
-        The prompts of a batch are computed one by one, the tokens after them together. past_key_values: an empty cache
-        to use, such as a StaticCache. Raises BadRequest, also for arguments that are not served.
+        The prompts of a batch are computed one by one, the tokens after them together. input_ids: also as `inputs`.
+        past_key_values: an empty cache to use, such as a StaticCache. Raises BadRequest, also for arguments that are
+        not served.
         """
-        prompts = self._prompts(input_ids, attention_mask)
+        given, inputs = arguments.pop("past_key_values", None), arguments.pop("inputs", None)
+        copies = self._copies(arguments)
+        if (input_ids is None) == (inputs is None):
+            raise BadRequest("pass the tokens of a prompt once: as input_ids, or as inputs")
+        prompts = self._prompts(inputs if input_ids is None else input_ids, attention_mask)
         opened = self._open()
-        given, copies = arguments.pop("past_key_values", None), self._copies(arguments)
         is_single = given is None and copies == 1 and prompts.pads == [0]
         caches = []
         for tokens, _ in prompts:
@@ -154,7 +167,7 @@ class PrefixCache:
             if not is_single:
                 self._compute(tokens[end:-1], cache)
             caches.append(cache)
-        past = caches[0] if is_single else self._target(given, opened)
+        past = caches[0] if is_single else self._target(given, opened, prompts.pads)
         if not is_single and prompts.columns > 1:
             rows = [cache for cache in caches for _ in range(copies)]
             pads = [pad for pad in prompts.pads for _ in range(copies)]
@@ -165,11 +178,13 @@ class PrefixCache:
             row[:pad] = 0
         arguments |= {"input_ids": prompts.ids.to(device), "attention_mask": mask.to(device), "past_key_values": past}
         answer = self._model.generate(**arguments, cache_implementation=None)
-        if is_single and not opened.layout.states and self._open() is opened:
+        if is_single and not opened.layout.states:
             sequences = answer if isinstance(answer, torch.Tensor) else answer.sequences
-            with contextlib.suppress(BadRequest):  # a way of decoding that took tokens back
-                opened.layout.check(past, 1)
-                self._put(sequences[0].cpu(), past, 0, opened)
+            has_seen_all = length_of(past) == sequences.shape[1] - 1 and not getattr(past, "is_reordered", False)
+            with contextlib.suppress(BadRequest, ConfigError):  # the model, or its cache, was changed meanwhile
+                if has_seen_all and self._open().revision == opened.revision:
+                    opened.layout.check(past, 1)
+                    self._put(sequences[0].cpu(), past, 0, opened)
         return answer
 
     # -- the depot
@@ -274,15 +289,15 @@ class PrefixCache:
         logits: torch.Tensor = output.logits[0, -1].float()
         return logits
 
-    def _target(self, given: object, opened: _Opened | None) -> Cache:
-        """An empty cache: the caller's, or a new one. Raises BadRequest if the caller's has tokens."""
-        if given is not None and not isinstance(given, Cache):
-            raise BadRequest(f"pass an empty cache of transformers, not {type(given).__name__}")
-        if given is not None and (length_of(given) or not given.layers):
-            raise BadRequest("pass an empty cache: DynamicCache(config=model.config), or a StaticCache after reset()")
-        cache = new_cache(self._model) if given is None else given
+    def _target(self, given: object, opened: _Opened | None, pads: Sequence[int] = ()) -> Cache:
+        """An empty cache: the caller's, or a new one. pads: the padding of each row that it is for. Raises BadRequest
+        if the caller's has tokens or cannot be filled."""
+        cache = new_cache(self._model)
+        if given is not None:
+            check_empty(given, cache)
+            cache = given
         if opened is not None:
-            cache.kvdepot_revision = opened.revision
+            cache.kvdepot_revision, cache.kvdepot_has_padding = opened.revision, any(pads)
         return cache
 
     def _probe_tokens(self) -> torch.Tensor:
@@ -343,7 +358,9 @@ class PrefixCache:
         return found - {getattr(config, "bos_token_id", None) for config in configs} - {None}
 
     def _pads(self, ids: torch.Tensor, attention_mask: torch.Tensor) -> list[int]:
-        mask = torch.as_tensor(attention_mask).cpu().reshape(-1, ids.shape[-1]) != 0
+        if not isinstance(attention_mask, torch.Tensor) or attention_mask.numel() != ids.numel():
+            raise BadRequest(f"attention_mask must be a tensor with a value for each token, not {attention_mask!r:.60}")
+        mask = attention_mask.cpu().reshape(-1, ids.shape[-1]) != 0
         pads = [int(pad) for pad in (~mask).sum(1)]
         if len(mask) != len(ids) or any(bool(row[:pad].any()) for row, pad in zip(mask, pads, strict=True)):
             raise BadRequest("attention_mask must mask padding on the left: set tokenizer.padding_side = 'left'")
@@ -352,24 +369,26 @@ class PrefixCache:
         return pads
 
     def _copies(self, arguments: dict[str, object]) -> int:
-        """The rows that generation makes of each prompt. Raises BadRequest for arguments that are not served."""
+        """The rows that generation makes of each prompt. Raises BadRequest for arguments that are not served, and for
+        such fields of the configuration in force, which has them also from the model and from `generation_config`."""
+        settings = {name: value for name, value in arguments.items() if name != "generation_config"}
+        config, _ = self._model._prepare_generation_config(arguments.get("generation_config"), **settings)
+        for name, why in _REFUSED.items():
+            values = arguments.get(name), getattr(config, name, None)
+            if any(value is not None and value is not False for value in values):
+                raise BadRequest(f"kvdepot.hf does not serve {name}: {why}. Use model.generate")
         for name, value in arguments.items():
-            if name in _REFUSED and value is not None:
-                raise BadRequest(f"kvdepot.hf does not serve {name}: {_REFUSED[name]}. Use model.generate")
             if isinstance(value, torch.Tensor) and not (name == "token_type_ids" and not value.any()):
                 raise BadRequest(f"kvdepot.hf does not serve {name}: KV must depend on tokens alone")
-        if arguments.pop("cache_implementation", None) not in {None, "dynamic"}:
-            raise BadRequest("pass past_key_values=StaticCache(config=model.config, max_cache_len=...), not a name")
-        given, default = arguments.get("generation_config"), self._model.generation_config
+        arguments.pop("cache_implementation", None)
+        if config.cache_implementation not in {None, "dynamic"}:
+            raise BadRequest(
+                "pass past_key_values=StaticCache(config=model.config, max_cache_len=...), not a name "
+                f"(cache_implementation={config.cache_implementation!r})"
+            )
         for name in arguments.keys() - _ARGUMENTS:
-            if not hasattr(default, name):
+            if not hasattr(config, name):
                 raise BadRequest(f"kvdepot.hf does not serve {name}: the prompt is computed without it")
-
-        def resolved(name: str) -> object:
-            values = (arguments.get(name), getattr(given, name, None), getattr(default, name, None))
-            return next((value for value in values if value is not None), None)
-
-        beams, answers, is_cached = map(resolved, ("num_beams", "num_return_sequences", "use_cache"))
-        if is_cached is False:
+        if config.use_cache is False:
             raise BadRequest("use_cache=False leaves nothing to load or store: use model.generate")
-        return max(int(str(beams or 1)), int(str(answers or 1)))
+        return max(config.num_beams or 1, config.num_return_sequences or 1)
