@@ -224,7 +224,7 @@ TIER = (
     Counted("saved_chunks", "shards", "Shards written to the tier."),
     Counted("loaded_chunks", "shards", "Shards read from the tier."),
     Counted(
-        "missed_chunks", "shards", "Shards that the tier reported but could not return.",
+        "missed_chunks", "shards", "Shards that the tier reported but could not return, or whose writer was forgotten.",
         "gone before they were read",
         advice="Harmless if other hosts remove or evict objects. If `failures` grows too, see there.",
     ),
