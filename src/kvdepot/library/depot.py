@@ -13,7 +13,7 @@ from kvdepot.config import default_url, home_url, url_in_environment
 from kvdepot.errors import Unavailable
 from kvdepot.library.link import Link
 from kvdepot.library.namespace import ModelFacts, Namespace
-from kvdepot.library.shapes import is_torch, name_of
+from kvdepot.library.shapes import library_of, name_of
 from kvdepot.protocol.status import Status
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Depot:
         not block.
         """
         shapes = tuple(shape) if isinstance(shape, list | tuple) else (shape,)
-        facts = ModelFacts(model, revision, name_of(dtype), shapes, adapter, chunk_tokens, of_torch=is_torch(dtype))
+        facts = ModelFacts(model, revision, name_of(dtype), shapes, adapter, chunk_tokens, library=library_of(dtype))
         with self._link.call() as client:
             least = 0 if client.has_free_chunks else client.chunk_size
             return Namespace(self._link, facts.fit(least))

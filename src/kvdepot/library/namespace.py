@@ -69,7 +69,7 @@ _STATE_TOKENS = 256
 class ModelFacts:
     """All that determines the bytes of a namespace's chunks; the fields are the parameters of `Depot.namespace`.
 
-    of_torch: whether `get` makes tensors of torch; the only field that says nothing about the bytes.
+    library: whose arrays `get` makes, "numpy" or "torch"; the only field that says nothing about the bytes.
     """
 
     model: str
@@ -78,7 +78,7 @@ class ModelFacts:
     shapes: tuple[Shape | State, ...]
     adapter: str = ""
     chunk_tokens: int = 0
-    of_torch: bool = field(default=False, kw_only=True)
+    library: str = field(default="numpy", kw_only=True)
 
     def fit(self, least_tokens: int) -> ModelFacts:
         """The same with a chunk size. least_tokens: that this server asks for. Raises BadRequest for facts that are
@@ -357,9 +357,9 @@ class Namespace(Generic[S_co, D_co]):
         """Arrays for what a shape needs of `count` chunks, and the number of their first token."""
         shape, first = self.facts.shapes[group], self._first(group, count)
         if isinstance(shape, State):
-            return new_array((shape.size,), "uint8", self.facts.of_torch), 0
+            return new_array((shape.size,), "uint8", self.facts.library), 0
         held = (count - first) * self.chunk_tokens
-        return new_array(shape.sized(held), self.facts.dtype, self.facts.of_torch), first * self.chunk_tokens
+        return new_array(shape.sized(held), self.facts.dtype, self.facts.library), first * self.chunk_tokens
 
     def _target(self, group: int, kv: Kv, first_token: int) -> _Moves:
         """Views for copying chunks into arrays that begin with this token."""

@@ -104,16 +104,16 @@ class State(Layers):
         return 1
 
 
-def is_torch(dtype: object) -> bool:
-    """Whether this is a dtype of torch."""
+def library_of(dtype: object) -> str:
+    """The library whose arrays a dtype asks for: "torch" for a type of torch, else "numpy"."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(dtype, torch.dtype)
+    return "torch" if torch is not None and isinstance(dtype, torch.dtype) else "numpy"
 
 
 def name_of(dtype: object) -> str:
     """The name of a dtype of KV that is given by name, or as NumPy's, ml_dtypes' or torch's type. Raises BadRequest."""
     name = dtype
-    if is_torch(dtype):
+    if library_of(dtype) == "torch":
         name = str(dtype).removeprefix("torch.")
     elif isinstance(dtype, np.dtype):
         name = dtype.name if dtype.isnative else repr(dtype)
@@ -138,9 +138,9 @@ def _numpy_type(name: str) -> np.dtype[np.generic]:
     return np.dtype(_PLAIN[ITEM_BYTES[name]])
 
 
-def new_array(sizes: tuple[int, ...], dtype: str, of_torch: bool) -> Array:
-    """An array, or a tensor of torch, of these sizes, whose values are not set."""
-    if not of_torch:
+def new_array(sizes: tuple[int, ...], dtype: str, library: str) -> Array:
+    """An array of these sizes, whose values are not set. library: as of `library_of`."""
+    if library == "numpy":
         return np.empty(sizes, _numpy_type(dtype))
     torch = import_module("torch")
     made: Array = torch.empty(sizes, dtype=getattr(torch, dtype))
@@ -223,13 +223,17 @@ def refuse_overlaps(arrays: Sequence[Plain]) -> None:
     array of odd strides that may overlap with itself counts as one that does."""
     spans = []
     for each in arrays:
+        first = each.__array_interface__["data"][0]
+        if each.flags.c_contiguous:
+            spans.append((first, first + each.nbytes, each))
+            continue
         axes = [(step, count - 1) for step, count in zip(each.strides, each.shape, strict=True) if count > 1]
-        size = each.itemsize if each.size else 0
+        size = each.itemsize
         for step, others in sorted((abs(step), others) for step, others in axes):
             if step < size:
                 raise BadRequest(f"KV is loaded into an array whose elements overlap: its strides are {each.strides}")
             size += step * others
-        first = each.__array_interface__["data"][0] + sum(step * others for step, others in axes if step < 0)
+        first += sum(step * others for step, others in axes if step < 0)
         spans.append((first, first + size, each))
     spans.sort(key=itemgetter(0))
     for index, (_, end, one) in enumerate(spans):
