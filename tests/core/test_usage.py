@@ -74,7 +74,7 @@ def test_what_an_engine_reports_counts_instead_of_its_lookup() -> None:
     assert (status.tokens.asked, status.tokens.found, status.tokens.reused) == (4, 2, 2)
 
 
-def test_loads_count_as_reused_whoever_ends_the_pins_unless_the_engine_reports_itself() -> None:
+def test_loads_count_as_reused_unless_the_engine_reports_itself() -> None:
     desk = Desk()
     desk.hello()
     desk.register(b"one")
