@@ -229,8 +229,8 @@ def _read_version(paths: list[Path], kinds: Collection[Kind], known: Collection[
     for file in _merge(_scan(path, kinds, _Trace()) for path in paths):
         hasher.update(f"{file.name}\0".encode("utf-8", "surrogateescape"))
         hasher.update(hash_file(file.path, file.state.st_size))
-    is_known = any(hasher.hexdigest().startswith(digest) for digest in known)
-    trace = _Trace(is_known)  # after the contents were read, or a change meanwhile would not be dated
+    trace = _Trace()  # after the contents were read, or a change meanwhile would not be dated
+    trace.is_known = any(hasher.hexdigest().startswith(digest) for digest in known)
     files = _merge(_scan(path, kinds, trace) for path in paths)
     changed_ns = max([trace.changed_ns, *(file.changed_ns for file in files)])
     place = blake3(repr([(file.name, *_stat(file.state)) for file in files]).encode("utf-8", "surrogateescape"))
@@ -314,8 +314,9 @@ def _date(file: Path, blobs: Path | None, trace: _Trace) -> tuple[os.stat_result
 class _Trace:
     """The links and folders on the way to files."""
 
-    def __init__(self, is_known: bool = False) -> None:
-        self._is_known = is_known
+    def __init__(self) -> None:
+        self.is_known = False
+        """Whether the contents of the files were known before anything was loaded."""
         self.has_moving_folders = True
         """Whether a folder that moved leads to other files than before. A hub's snapshots are named by contents."""
         self.near = Path("/")
@@ -359,7 +360,7 @@ class _Trace:
     def _folder(self, path: Path, state: os.stat_result) -> _Folder:
         times = (0, 0)
         is_renamed_last = state.st_ctime_ns != state.st_mtime_ns
-        may_have_moved = is_renamed_last or (not self._is_known and self._is_near(path))
+        may_have_moved = is_renamed_last or (not self.is_known and self._is_near(path))
         if self.has_moving_folders and path.name and may_have_moved:
             times = state.st_ctime_ns, self._folders[path.parent].st_ctime_ns
         return _Folder(str(path), state.st_dev, state.st_ino, *times)
