@@ -63,7 +63,7 @@ def test_only_a_client_without_a_tenant_changes_quotas(desk: Desk) -> None:
     assert desk.ask(b"admin", wire.SetQuota("blue", None)) is None
     assert told(desk) == {}
     assert [event.text for event in desk.depot.status().events if event.kind == "quota"] == [
-        f"quota of blue: floor {16 * PAGE} bytes, cap {20 * PAGE} bytes, weight 2, expires after 60 s",
+        "quota of blue: floor 64 KiB, cap 80 KiB, weight 2, expires after 60 s",
         "quota of blue: none",
     ]
 

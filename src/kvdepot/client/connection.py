@@ -116,7 +116,7 @@ class Connection:
 
     def no_server(self) -> Unavailable:
         return Unavailable(
-            f"no kvdepot server answers at {self._url}: start one with `kvdepot serve`. If one with --keys runs there, "
+            f"no kvdepot server answers at {self._url}; start one with `kvdepot serve`. If one with --keys runs there, "
             "set KVDEPOT_KEY to the key file of this client"
         )
 
