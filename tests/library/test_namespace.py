@@ -394,12 +394,13 @@ def test_shapes_of_several_kinds_are_found_where_all_can_resume(make: MakeNamesp
         assert into[2].tolist() == [n] * 40
 
 
-def test_what_a_program_loads_counts_as_reused(make: MakeNamespace, server: Depot, connect: Connect) -> None:
+def test_what_a_program_loads_counts_as_reused(start_depot: StartDepot, connect: Connect) -> None:
+    depot = connect(start_depot(chunk_size=TOKENS))  # of its own: a server lists some models only
     for shapes in ((SMALL,), (SMALL, WINDOW)):
-        ns, tokens = make(*shapes), random_tokens(6 * TOKENS)
+        ns, tokens = open_namespace(depot, "reused", *shapes), random_tokens(6 * TOKENS)
         kv = [random_kv(shape, 6 * TOKENS) for shape in shapes]
         assert ns.put(tokens, kv if len(kv) > 1 else kv[0]) == ns.get(tokens)[1] == 6 * TOKENS
-        status = at_rest(connect(server))
+        status = at_rest(depot)
         (usage,) = (each for each in status.model_usage if each.model == ns._spec.model)
         assert (usage.asked_tokens, usage.found_tokens, usage.reused_tokens) == (6 * TOKENS,) * 3
 
