@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from kvdepot.cli.inspection import _trail
+from kvdepot.protocol.trails import Trail
 from tests.cli.command import doctor, run
 from tests.client.engine import CHUNK, Engine
 from tests.conftest import Depot, StartDepot, eventually
@@ -45,6 +47,14 @@ def test_why_explains_an_eviction_and_doctor_a_server_without_hits(start_depot: 
     assert engine.lookup([3] * CHUNK, "there") == CHUNK
     eventually(lambda: doctor("--url", depot.url)[1]["hits"][0]["state"] == "ok")
     engine.close()
+
+
+@pytest.mark.parametrize(("shards", "said"), [
+    ({"equal": 1}, "equal"), ({"equal": 1, "differing": 1}, "differing"), ({}, "the chunks were gone"),
+])  # fmt: skip
+def test_why_says_how_many_tokens_were_compared_and_whether_they_were_equal(shards: dict[str, int], said: str) -> None:
+    *_, tokens = _trail(Trail("", "r", shards=shards, engine={"loaded": 2816, "compared": 128}))
+    assert tokens.strip() == f"tokens, by its engine: 2,816 loaded, 128 compared: {said}"
 
 
 @pytest.mark.faults

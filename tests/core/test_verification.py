@@ -92,6 +92,7 @@ def test_equal_chunks_are_counted_and_stay(desk: Desk) -> None:
     status = desk.depot.status()
     assert (status.counters["compared_chunks"], status.counters["differing_chunks"]) == (4, 0)
     assert status.mismatches == status.quarantined == []
+    assert desk.ask(b"two", wire.Why("r")).shards == {"stored": 4, "equal": 4}
     assert desk.index.held == 0
 
 

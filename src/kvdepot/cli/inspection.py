@@ -154,10 +154,10 @@ def _parts(mismatch: Mismatch) -> Listing:
 def verify(release: str | None, server: options.Address, as_json: bool) -> int:
     """Show what comparing engines' KV with stored chunks has found: how many chunks, and which engines differ in what.
 
-    An engine's first hit on other engines' chunks is computed and compared; with `kvdepot serve --verify-hits`, a share
-    of all later hits, too. If such a later hit differs, no chunk of that model is served until --release. `kvdepot
-    inspect --compare` shows where these chunks are, and which layers differ. The exit code is 1 while a model is in
-    quarantine.
+    Of an engine's first hit on another's chunks, a part is computed and compared; with `kvdepot serve --verify-hits`, a
+    share of all later hits as a whole, too. If such a later hit differs, no chunk of that model is served until
+    --release. `kvdepot inspect --compare` shows where these chunks are, and which layers differ. The exit code is 1
+    while a model is in quarantine.
     """
     with connect(server) as client:
         if release is not None:

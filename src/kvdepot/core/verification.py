@@ -1,8 +1,8 @@
 """The results of comparing engines' KV with stored chunks: mismatches, and the models in quarantine.
 
 Called by core/transfers.py, when a comparison has ended, and by core/depot.py, on the deciding thread. An engine that
-has just started compares its first hit and draws its own consequences (integrations/vllm/trust.py). For a sampled hit
-of an engine that loads already, the server does: it finds no chunk of that model any more. Nothing is deleted, so that
+meets chunks of another for the first time compares some and draws its own consequences (integrations/vllm/trust.py).
+For a sampled hit, the server does: it finds no chunk of that model any more. Nothing is deleted, so that
 it can be looked at, and the quarantine can be ended. Invariant: a model in quarantine stays in it until it is released,
 or the arena is gone.
 """
