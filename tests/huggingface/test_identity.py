@@ -226,7 +226,7 @@ def test_running_a_model_changes_no_fact_of_it(kind: str) -> None:
     model, ids = make(kind, seed=1), prompt(20)
     before = identity(model), fingerprint(model)
     short: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 2, "do_sample": False}
-    model.generate(ids, **short, output_hidden_states=True, output_attentions=True, return_dict_in_generate=True)
+    model.generate(ids, **short, output_hidden_states=True, return_dict_in_generate=True)
     if kind != "latent" or HAS_STATES:
         model.generate(ids, **short, cache_implementation="static", disable_compile=True)
     model.gradient_checkpointing_enable()

@@ -34,6 +34,7 @@ _IDLE = frozenset(vars(torch.nn.Module())) | {
     "hf_device_map", "hf_quantizer", "name_or_path", "warnings_issued",
 }  # fmt: skip
 """Attributes of modules that have no part in computing KV, or that are facts elsewhere."""
+_IDLE_IN_LIBRARIES = _IDLE | {"active_adapter"}  # a text or a list; each layer of PEFT has its own
 _REGISTRIES = {
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS",
     "transformers.masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS",
@@ -76,10 +77,11 @@ class PlainFacts:
     def _module(self, path: str, module: torch.nn.Module) -> object:
         _refuse_hooks(path, module._forward_hooks, module._forward_pre_hooks)
         is_private = isinstance(module, PreTrainedModel)  # in which transformers keeps notes of its own
+        idle = _IDLE_IN_LIBRARIES if is_library(type(module).__module__) else _IDLE
         return [_name(type(module))] + [
             [name, self._describe(f"{path}.{name}", value)]
             for name, value in sorted(vars(module).items())
-            if name not in _IDLE
+            if name not in idle
             and not (is_private and name.startswith("_"))
             and not (name == "forward" and getattr(value, "__func__", None) is type(module).forward)
         ]
