@@ -50,7 +50,7 @@ class Check:
     transfers: list[Transfer]
     terms: CompareTerms
     blocks: frozenset[int] = frozenset()
-    """Of a comparison within a step: the blocks that have failed to load unless it proves them."""
+    """Blocks that have failed to load unless this comparison, which ends within the step, proves them."""
 
 
 @dataclass
