@@ -115,7 +115,7 @@ def by(writer: str, chunks: int) -> dict[str, Any]:
 def test_images_have_a_first_hit_of_their_own_and_text_before_them_does_not(models: dict[str, Path]) -> None:
     config = EngineArgs(model=str(models["gqa"]), skip_tokenizer_init=True).create_engine_config()
     trust = Trust(config, "a start", NamedWeights("", str))
-    trust.connect(256, True)
+    trust.connect(256, is_plain=True)
     plain, shown = (request(list(range(600)), items) for items in ([], [item("cat", 300)]))
     text, image = (Tracked(each, RequestChunks(each, bytes(32), ChunkRules(256))) for each in (plain, shown))
     tokens, terms, _ = trust.divide(text, Cached(512, **by("another", 2)), 0, 0.0)
@@ -135,7 +135,7 @@ def test_images_have_a_first_hit_of_their_own_and_text_before_them_does_not(mode
 def test_a_hit_ends_before_the_first_writer_that_is_not_trusted_so_far(models: dict[str, Path]) -> None:
     config = EngineArgs(model=str(models["gqa"]), skip_tokenizer_init=True).create_engine_config()
     trust = Trust(config, "own", NamedWeights("", str))  # whose vLLM takes no load back, as it has no connector
-    trust.connect(256, True)
+    trust.connect(256, is_plain=True)
     tracked = Tracked(request(list(range(9000))), RequestChunks(request([]), bytes(32), ChunkRules(256)))
 
     def divide(*runs: tuple[int, str], local_tokens: int = 0, chunks: int = 32) -> tuple[int, bool]:

@@ -111,7 +111,7 @@ class RequestLoad:
     """On some rank; the last rank may end it some steps later."""
 
 
-class Proof(NamedTuple):
+class UnprovenLoad(NamedTuple):
     """What a request has loaded, or is loading, that is to be proved by the step that begins to compute. blocks: those
     that it fills. end: tokens from the prompt's start to its end. tokens: that it spares."""
 
@@ -146,7 +146,7 @@ class Tracked:
     """The writers whose chunks it may load; none: any."""
     is_unproven: bool = False
     """Whether what it may load is to be proved by the step that begins to compute."""
-    proof: Proof | None = None
+    proof: UnprovenLoad | None = None
     """The load that is to be proved."""
     draw: float = field(default_factory=random)
     """Decides whether its hit is sampled, however often vLLM asks."""

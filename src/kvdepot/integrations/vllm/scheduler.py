@@ -29,11 +29,11 @@ from kvdepot.integrations.vllm.plan import GroupPlan, Piece, StateBlock
 from kvdepot.integrations.vllm.requests import (
     ChunkRules,
     PromptEnd,
-    Proof,
     Report,
     RequestChunks,
     RequestLoad,
     Tracked,
+    UnprovenLoad,
     names_are_contents,
 )
 from kvdepot.integrations.vllm.settings import ConnectorSettings
@@ -102,7 +102,7 @@ class SchedulerHalf:
         self._tracked: dict[str, Tracked] = {}
         self._uncached: set[str] = set()  # requests that are not tracked; why was logged
         self._trust = Trust(vllm_config, writer if settings.trust == "earned" else "", self._weights)
-        self._proofs: dict[str, Proof] = {}  # loads that the last step built is to prove, by request
+        self._proofs: dict[str, UnprovenLoad] = {}  # loads that the last step built is to prove, by request
         self._shares_none = False  # whether a worker's KV cannot be shared
         self._logged: set[str] = set()  # names of error types
         self._next = Orders()  # of the next step, so far
@@ -132,7 +132,7 @@ class SchedulerHalf:
         self._rules = ChunkRules(self._chunk_tokens, names_are_contents(config), lookahead_tokens(config))
         self._leases = RequestLeases(self._depot, self.stats)
         self._tails = Tails(self._chunk_tokens)
-        self._trust.connect(self._chunk_tokens, self._plan.is_plain)
+        self._trust.connect(self._chunk_tokens, is_plain=self._plan.is_plain)
         self._is_connected = True
 
     def bind_block_pool(self, pool: BlockPool) -> None:
@@ -336,7 +336,7 @@ class SchedulerHalf:
         tracked.may_load = False  # whatever its outcome, the request is not loaded twice
         self._waiting.overwritten(targets)
         if tracked.is_unproven:
-            tracked.proof = Proof(frozenset(targets), tokens, num_external_tokens)
+            tracked.proof = UnprovenLoad(frozenset(targets), tokens, num_external_tokens)
         if tracked.held is not None:
             self._load_in_step(tracked, pieces, num_external_tokens)
             if tracked.proof is not None:

@@ -117,8 +117,8 @@ class Trust:
     def __repr__(self) -> str:
         return f"<Trust in {len(self._proven)} writers, {len(self._open)} comparisons under way>"
 
-    def connect(self, chunk_tokens: int, is_plain: bool) -> None:
-        """Before the first hit. is_plain: as of GroupPlan."""
+    def connect(self, chunk_tokens: int, *, is_plain: bool) -> None:
+        """Learn how chunks are cut, before the first hit. is_plain: as of GroupPlan."""
         self._chunk_tokens, self._is_plain = chunk_tokens, is_plain and not self._has_experts
 
     def divide(self, tracked: Tracked, found: Cached, local_tokens: int, sampled: float) -> Hit:
