@@ -136,7 +136,7 @@ def name_writer(vllm_config: VllmConfig, files: str) -> str:
     """The name under which an engine stores: a digest, and what people call it. Equal in all its processes.
 
     Engines of one name compute the same as far as a host can know, as an engine does that is started again. files: as
-    of Identity; if they are not known, or on several hosts, the name is of this start only.
+    of NamedEngine; if they are not known, or on several hosts, the name is of this start only.
     """
     noted, transfer = _NOTE.search(vllm_config.instance_id), vllm_config.kv_transfer_config
     parallel = vllm_config.parallel_config
@@ -278,14 +278,14 @@ def _refuse_speculation(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -
         )
 
 
-class Identity(NamedTuple):
+class NamedEngine(NamedTuple):
     """The name of an engine's namespace, and a digest of where its files are on this host; empty: not known."""
 
     namespace: str
     files: str = ""
 
 
-def identify(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_revision: str) -> Identity:
+def identify(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_revision: str) -> NamedEngine:
     """Everything that is fixed for an engine and may change KV bytes, as a hash with a readable name.
 
     Equal in the scheduler and every worker, and after a restart with the same weights and configuration. Reads the
@@ -306,7 +306,7 @@ def identify(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_re
     log.debug("kvdepot: identity of this engine's KV: %s", text)
     name = name_model(Path(vllm_config.model_config.model).name, blake3(text.encode()).hexdigest())
     places = [places for _, places in weights]
-    return Identity(name, blake3(json.dumps(places).encode()).hexdigest() if all(places) else "")
+    return NamedEngine(name, blake3(json.dumps(places).encode()).hexdigest() if all(places) else "")
 
 
 def _weights_or_name(
