@@ -18,6 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 from kvdepot.client.scheduler import Cached
 from kvdepot.client.transfer import Transfer
 from kvdepot.integrations.vllm.messages import Compared
+from kvdepot.integrations.vllm.plan import GroupBlocks, GroupPlan
 from kvdepot.integrations.vllm.requests import ChunkRules, PromptEnd, RequestChunks, Tracked
 from kvdepot.integrations.vllm.stores import WaitingStore
 from kvdepot.integrations.vllm.trust import Trust, Verdict
@@ -115,7 +116,7 @@ def by(writer: str, chunks: int) -> dict[str, Any]:
 def test_images_have_a_first_hit_of_their_own_and_text_before_them_does_not(models: dict[str, Path]) -> None:
     config = EngineArgs(model=str(models["gqa"]), skip_tokenizer_init=True).create_engine_config()
     trust = Trust(config, "a start", NamedWeights("", str))
-    trust.connect(256, is_plain=True)
+    trust.connect(256, GroupPlan([GroupBlocks(0, 2, 2, 0)], 256))
     plain, shown = (request(list(range(600)), items) for items in ([], [item("cat", 300)]))
     text, image = (Tracked(each, RequestChunks(each, bytes(32), ChunkRules(256))) for each in (plain, shown))
     tokens, terms, _ = trust.divide(text, Cached(512, **by("another", 2)), 0, 0.0)
@@ -135,7 +136,7 @@ def test_images_have_a_first_hit_of_their_own_and_text_before_them_does_not(mode
 def test_a_hit_ends_before_the_first_writer_that_is_not_trusted_so_far(models: dict[str, Path]) -> None:
     config = EngineArgs(model=str(models["gqa"]), skip_tokenizer_init=True).create_engine_config()
     trust = Trust(config, "own", NamedWeights("", str))  # whose vLLM takes no load back, as it has no connector
-    trust.connect(256, is_plain=True)
+    trust.connect(256, GroupPlan([GroupBlocks(0, 2, 2, 0)], 256))
     tracked = Tracked(request(list(range(9000))), RequestChunks(request([]), bytes(32), ChunkRules(256)))
 
     def divide(*runs: tuple[int, str], local_tokens: int = 0, chunks: int = 32) -> tuple[int, bool]:

@@ -50,7 +50,7 @@ class Check:
     transfers: list[Transfer]
     terms: CompareTerms
     blocks: frozenset[int] = frozenset()
-    """Of a comparison within a step: the blocks that have failed to load unless it proves them."""
+    """The blocks that have failed to load unless this comparison, within a step, proves them."""
 
 
 @dataclass

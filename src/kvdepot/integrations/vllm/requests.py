@@ -112,8 +112,8 @@ class RequestLoad:
 
 
 class UnprovenLoad(NamedTuple):
-    """What a request has loaded, or is loading, that is to be proved by the step that begins to compute. blocks: those
-    that it fills. end: tokens from the prompt's start to its end. tokens: that it spares."""
+    """A request's load, ended or under way, that the step that begins to compute is to prove. blocks: those that it
+    fills. end: tokens from the prompt's start to its end. tokens: that it spares."""
 
     blocks: frozenset[int]
     end: int

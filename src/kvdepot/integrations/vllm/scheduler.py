@@ -132,7 +132,7 @@ class SchedulerHalf:
         self._rules = ChunkRules(self._chunk_tokens, names_are_contents(config), lookahead_tokens(config))
         self._leases = RequestLeases(self._depot, self.stats)
         self._tails = Tails(self._chunk_tokens)
-        self._trust.connect(self._chunk_tokens, is_plain=self._plan.is_plain)
+        self._trust.connect(self._chunk_tokens, self._plan)
         self._is_connected = True
 
     def bind_block_pool(self, pool: BlockPool) -> None:

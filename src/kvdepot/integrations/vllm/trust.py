@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
+    from kvdepot.integrations.vllm.plan import GroupPlan
     from kvdepot.integrations.vllm.requests import Tracked
     from kvdepot.integrations.vllm.stores import WaitingStore
     from kvdepot.integrations.vllm.weights import NamedWeights
@@ -117,9 +118,9 @@ class Trust:
     def __repr__(self) -> str:
         return f"<Trust in {len(self._proven)} writers, {len(self._open)} comparisons under way>"
 
-    def connect(self, chunk_tokens: int, *, is_plain: bool) -> None:
-        """Learn how chunks are cut, before the first hit. is_plain: as of GroupPlan."""
-        self._chunk_tokens, self._is_plain = chunk_tokens, is_plain and not self._has_experts
+    def connect(self, chunk_tokens: int, plan: GroupPlan) -> None:
+        """Learn how chunks are cut, before the first hit."""
+        self._chunk_tokens, self._is_plain = chunk_tokens, plan.is_plain and not self._has_experts
 
     def divide(self, tracked: Tracked, found: Cached, local_tokens: int, sampled: float) -> Hit:
         """Decide what is loaded of what a request's lookup has found.
