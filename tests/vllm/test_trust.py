@@ -116,7 +116,7 @@ def by(writer: str, chunks: int) -> dict[str, Any]:
 def test_images_have_a_first_hit_of_their_own_and_text_before_them_does_not(models: dict[str, Path]) -> None:
     config = EngineArgs(model=str(models["gqa"]), skip_tokenizer_init=True).create_engine_config()
     trust = Trust(config, "a start", NamedWeights("", str))
-    trust.connect(256, GroupPlan([GroupBlocks(0, 1, 1, 0)], 256))
+    trust.connect(256, GroupPlan([GroupBlocks(0, 2, 2, 0)], 256))
     plain, shown = (request(list(range(600)), items) for items in ([], [item("cat", 300)]))
     text, image = (Tracked(each, RequestChunks(each, bytes(32), ChunkRules(256))) for each in (plain, shown))
     tokens, terms, _ = trust.divide(text, Cached(512, **by("another", 2)), 0, 0.0)
@@ -136,7 +136,7 @@ def test_images_have_a_first_hit_of_their_own_and_text_before_them_does_not(mode
 def test_a_hit_ends_before_the_first_writer_that_is_not_trusted_so_far(models: dict[str, Path]) -> None:
     config = EngineArgs(model=str(models["gqa"]), skip_tokenizer_init=True).create_engine_config()
     trust = Trust(config, "own", NamedWeights("", str))  # whose vLLM takes no load back, as it has no connector
-    trust.connect(256, GroupPlan([GroupBlocks(0, 1, 1, 0)], 256))
+    trust.connect(256, GroupPlan([GroupBlocks(0, 2, 2, 0)], 256))
     tracked = Tracked(request(list(range(9000))), RequestChunks(request([]), bytes(32), ChunkRules(256)))
 
     def divide(*runs: tuple[int, str], local_tokens: int = 0, chunks: int = 32) -> tuple[int, bool]:
@@ -311,7 +311,7 @@ def test_with_trust_given_the_first_hit_is_loaded(
     assert second.run(tokens)["cached"] == WHOLE
 
 
-def test_own_chunks_are_known_after_a_restart_and_lost_ones_prove_nothing(
+def test_a_restarted_server_and_lost_chunks_leave_the_next_hit_the_first(
     start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     depot, tokens = start_depot(arena_mib=64), prompt(7, LENGTH)
@@ -320,7 +320,8 @@ def test_own_chunks_are_known_after_a_restart_and_lost_ones_prove_nothing(
     depot.process.kill(), depot.process.wait()
     depot = start_depot(arena_mib=64, url=depot.url, name=depot.name)
     engine.tell("meet")
-    assert engine.run_fresh(tokens)["cached"] == WHOLE, "its records say that the engine has stored it"
+    # What was stored before a restart may be anybody's.
+    assert [engine.run_fresh(tokens)["cached"] for _ in range(2)] == [WHOLE - 256, WHOLE]
     second = start_engine(models["gqa"], depot.url, extra=EARNED).wait_started()
     second.tell("add", request=second.request(tokens))  # its lookup has found the chunks
     forget_all(depot)
@@ -328,7 +329,7 @@ def test_own_chunks_are_known_after_a_restart_and_lost_ones_prove_nothing(
     assert result["cached"] == 0
     second.run_fresh(tokens)  # stores the chunk that was pinned when it was to be forgotten
     assert second.run_fresh(tokens)["cached"] == WHOLE, "its own"
-    assert compared(depot) == (0, 0)
+    assert compared(depot) == (1, 0)
 
 
 # -- faults in the depot, which sampled hits find
@@ -381,7 +382,8 @@ def test_a_mismatch_is_found_once_a_killed_server_is_back(
     engine = start_engine(models["gqa"], depot.url, extra=EARNED).wait_started()
     computed = engine.run(tokens)["tokens"]
     depot = again(depot)
-    assert engine.run_fresh(tokens)["tokens"] == computed and compared(depot)[1] == 0, "a sample of its own chunks"
+    engine.run_fresh(tokens)
+    assert "equals what this engine computes" in engine.logged()
     change_stored(depot, doubled)
     engine.tell("reset")
     engine.tell("add", request=engine.request(tokens))  # a sample: its lookup has found the chunks

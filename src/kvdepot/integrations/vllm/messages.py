@@ -50,7 +50,7 @@ class Check:
     transfers: list[Transfer]
     terms: CompareTerms
     blocks: frozenset[int] = frozenset()
-    """Blocks that have failed to load unless this comparison, which ends within the step, proves them."""
+    """The blocks that have failed to load unless this comparison, within a step, proves them."""
 
 
 @dataclass

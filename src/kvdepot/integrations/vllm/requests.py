@@ -112,8 +112,8 @@ class RequestLoad:
 
 
 class UnprovenLoad(NamedTuple):
-    """A load that the step which begins to compute its request must prove. blocks: those that it fills. end: tokens
-    from the prompt's start to its end. tokens: that it spares."""
+    """A request's load, ended or under way, that the step that begins to compute is to prove. blocks: those that it
+    fills. end: tokens from the prompt's start to its end. tokens: that it spares."""
 
     blocks: frozenset[int]
     end: int

@@ -119,7 +119,7 @@ class Trust:
         return f"<Trust in {len(self._proven)} writers, {len(self._open)} comparisons under way>"
 
     def connect(self, chunk_tokens: int, plan: GroupPlan) -> None:
-        """Note what depends on the server, before the first hit."""
+        """Learn how chunks are cut, before the first hit."""
         self._chunk_tokens, self._is_plain = chunk_tokens, plan.is_plain and not self._has_experts
 
     def divide(self, tracked: Tracked, found: Cached, local_tokens: int, sampled: float) -> Hit:
