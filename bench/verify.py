@@ -30,7 +30,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
     say("comparing 8k tokens")
     context: zmq.Context[Any] = zmq.Context()
     layers, chunks = min(16, scale.layers), scale.copy_tokens[-1] // _CHUNK_TOKENS
-    server = Serve(arena_gib=min(0.75, scale.copy_arena_gib), chunk_size=_CHUNK_TOKENS)
+    server = Serve("--verify-hits", "1", arena_gib=min(0.75, scale.copy_arena_gib), chunk_size=_CHUNK_TOKENS)
     spec = ShardSpec("bench-verify", 1, 0, _CHUNK_TOKENS, 1)
     caches = {f"layer.{i}": torch.randn(chunks, _CHUNK_TOKENS, _HEAD_VALUES).to(torch.bfloat16) for i in range(layers)}
     chain = ChunkChain(_CHUNK_TOKENS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -129,13 +130,10 @@ def name_of(dtype: object) -> str:
 @cache
 def _numpy_type(name: str) -> np.dtype[np.generic]:
     """NumPy's type of this name, or that of ml_dtypes, if it is installed; else unsigned integers as wide."""
-    for module in ("numpy", "ml_dtypes"):
-        try:
-            found: np.dtype[np.generic] = np.dtype(getattr(import_module(module), name))
-            return found
-        except (ImportError, AttributeError):
-            continue
-    return np.dtype(_PLAIN[ITEM_BYTES[name]])
+    found: type | None = getattr(np, name, None)
+    with suppress(ImportError):
+        found = found or getattr(import_module("ml_dtypes"), name, None)
+    return np.dtype(found or _PLAIN[ITEM_BYTES[name]])
 
 
 def new_array(sizes: tuple[int, ...], dtype: str, library: str) -> Array:
