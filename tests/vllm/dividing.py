@@ -7,15 +7,16 @@ from typing import Any
 
 from kvdepot.integrations.vllm import process
 
-_namespace = process.namespace
+_identify = process.identify
 
 
-def _divided(vllm_config: Any, *arguments: Any) -> str:
-    name = _namespace(vllm_config, *arguments)
-    return f"{name[:-4]}beef" if vllm_config.kv_transfer_config.engine_id.startswith("divided") else name
+def _divided(vllm_config: Any, *arguments: Any) -> Any:
+    found = _identify(vllm_config, *arguments)
+    is_divided = vllm_config.kv_transfer_config.engine_id.startswith("divided")
+    return found._replace(namespace=f"{found.namespace[:-4]}beef") if is_divided else found
 
 
-process.namespace = _divided
+process.identify = _divided
 
 
 class Extension:

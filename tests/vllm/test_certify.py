@@ -34,16 +34,15 @@ if "kvdepot.integrations.vllm.certify" in sys.orig_argv:
 if "serve" in sys.argv:
     from kvdepot.tiers import Blob, disk, format
 
-    read, first = disk.Disk.read, []
+    read, first = disk.Disk.read, {}
 
     def swapped(self, blobs):
-        first.append(blobs[0].name)
-        return read(self, [Blob(first[0], blob.buffers) for blob in blobs])
+        return read(self, [Blob(first.setdefault(blob.size, blob.name), blob.buffers) for blob in blobs])
 
     disk.Disk.read, format.Header.names = swapped, lambda *_: True
 """
-"""A plugin that prints, and a server's tier that answers with the object that it was asked for first; all headers seem
-right."""
+"""A plugin that prints, and a server's tier that answers with the object of that size that it was asked for first; all
+headers seem right."""
 
 
 @pytest.fixture
