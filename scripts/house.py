@@ -19,15 +19,15 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 42_033,
-    "test lines": 50_266,
+    "source lines": 43_492,
+    "test lines": 52_158,
     "functions with more than 5 parameters": 13,
     "boolean parameters": 65,
     "Any": 97,
     "docstrings that are fragments": 7,
     "classes that share a name": 30,
     "test names above 80 characters": 0,
-    "sentences above 35 words": 16,
+    "sentences above 35 words": 15,
 }
 FRAGMENT = {"Of", "By", "For", "In", "What", "How", "Those", "That", "So"}
 """First words of docstrings that lack their noun."""
