@@ -461,7 +461,7 @@ EXPECTED = frozenset(
     clear_while_removing forget_while_removing lookup_while_removing lease_while_removing retrieve_while_removing
     server_died_while_removing store_while_removing
     asker_died_while_waiting awaited_chunks awaited_store_failed late_lookups lookup_awaited_room lookup_awaited_store
-    shortened_lookups
+    lookup_answered_again shortened_lookups
     storer_died_while_awaited
     """.split()  # noqa: SIM905 - a list of sixty strings is no easier to read
 )

@@ -115,6 +115,7 @@ class Server(Checks, Harness):
         self.mappings: list[SimMapped] = []
         self.condemned: dict[bytes, float] = {}  # keys that were forgotten or flipped, and when: no pin kept them
         self._lookups: dict[tuple[bytes, bytes], tuple[float, wire.Lookup, list[bytes]]] = {}
+        self._answered: dict[tuple[bytes, bytes], int] = {}  # lookups that were answered, and how
         """Those that wait for an answer: since when, and what of their prefix memory had then."""
         self._retrieves: dict[tuple[bytes, bytes], list[list[tuple[str, bytes, int]]]] = {}
         """Those that wait for an answer: for each key the chunks that may be meant, their salts and since when."""
