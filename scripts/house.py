@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 43_492,
-    "test lines": 52_164,
+    "source lines": 43_495,
+    "test lines": 52_173,
     "functions with more than 5 parameters": 13,
     "boolean parameters": 65,
     "Any": 97,

@@ -498,6 +498,15 @@ def test_a_lookup_sent_again_after_its_answer_keeps_its_pins_and_gets_the_same()
     assert desk.answers[asked] == 12 and desk.index.held == 1 and desk.depot.counters["lookups"] == 2
 
 
+def test_a_lookup_sent_again_after_its_chunks_were_forgotten_finds_none() -> None:
+    desk = with_prompts("a", chunks=4)
+    asked = desk.send(b"one", queued(lookup(prompt("a", 4), "a")))
+    assert desk.answers[asked] == 4
+    desk.ask(b"two", wire.Forget("m"))
+    again(desk, asked, queued(lookup(prompt("a", 4), "a")))
+    assert desk.answers[asked] == 0
+
+
 # -- lookups without pins
 
 

@@ -80,6 +80,7 @@ class Session:
     reports: bool = False  # its engine says itself what it has saved
     number: bytes = b""  # of the lookup
     answer: object = None
+    withdrawals: int = 0  # when it was answered
 
 
 @dataclass(slots=True, eq=False)

@@ -65,7 +65,8 @@ class Sessions:
         if before is not None and (before.asker, before.number) == (client, pending.number):
             return []
         session = client.sessions.get(request.request) if pending.lease is None else None
-        if session is not None and session.number == pending.number:
+        as_of = pending.number, self._index.namespaces.withdrawals  # what was withdrawn is promised no more
+        if session is not None and (session.number, session.withdrawals) == as_of:
             return [Reply(client.identity, session.number, session.answer)]
         is_new = pending.lease is None and session is None
         if is_new and request.pins and len(client.sessions) >= self._config.max_sessions:
@@ -273,6 +274,7 @@ class Sessions:
             session = pending.asker.sessions.get(lookup.request) if pending.lease is None else None
             if session is not None:
                 session.number, session.answer = pending.number, value
+                session.withdrawals = self._index.namespaces.withdrawals
             if not pending.by_hand:
                 self._counters["hit_chunks"] += matched
                 self._trails.looked_up(pending, match, self._tokens(lookup))
