@@ -26,18 +26,34 @@ from kvdepot.errors import LayoutError
 
 MAX_SEGMENTS = 1 << 16
 """Segments in one layout; tensors more scattered than this cannot be copied at a useful speed."""
-MAX_HANDLE = 4096
+MAX_BLOCK_BYTES = 1 << 40
 _MOST_TYPES = 4
 """Data types a segment, on average: a page of states has two, and padding."""
-BY_CLIENT = "client"
-"""The device of a layout without memory of its own: its client copies chunks to and from the arena."""
+
+
+class BlockFormat(msgspec.Struct, frozen=True, array_like=True):
+    """What a server knows of a worker's blocks.
+
+    fingerprint: 32 bytes, equal for two workers exactly when the bytes of a chunk mean the same. block_bytes: of a
+    block, over all layers of the KV cache group.
+    """
+
+    fingerprint: bytes
+    block_bytes: int
+
+    def check(self) -> None:
+        """Raise LayoutError for what no worker registers."""
+        if len(self.fingerprint) != 32:
+            raise LayoutError(f"a layout's fingerprint has {len(self.fingerprint)} bytes, not 32")
+        if not 0 < self.block_bytes <= MAX_BLOCK_BYTES:
+            raise LayoutError(f"blocks of {self.block_bytes} bytes; the limit is {MAX_BLOCK_BYTES}")
 
 
 class TensorView(NamedTuple):
-    """One layer's paged KV as strided bytes in a shared mapping. Strides and offset in bytes.
+    """One layer's paged KV as strided bytes in memory of this process. Strides and offset in bytes.
 
-    mapping, device, handle: as in `Mapping`. numbers: the data types of a block's bytes, as in `Layout`; one: of
-    all; empty: that is the first word of `dtype`.
+    mapping: names the memory, such as a torch storage, within this process; mapping_bytes: its size. numbers: the data
+    types of a block's bytes, as in `Layout`; one: of all; empty: that is the first word of `dtype`.
     """
 
     name: str
@@ -48,22 +64,14 @@ class TensorView(NamedTuple):
     strides: tuple[int, ...]
     item_bytes: int
     dtype: str
-    device: str = ""
-    handle: bytes = b""
     numbers: tuple[tuple[str, int], ...] = ()
 
 
 class Mapping(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that holds KV tensors: a file in /dev/shm, by its name, a memory file (as memory/shm.py names it), or an
-    allocation of a device. size: in bytes.
-
-    device: empty for CPU memory, otherwise the GPU's UUID. handle: what the device's driver needs to map it.
-    """
+    """Memory of this process that holds KV tensors, such as a torch storage. size: in bytes."""
 
     name: str
     size: int
-    device: str = ""
-    handle: bytes = b""
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -95,13 +103,9 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
         return sum(segment.size for segment in self.segments)
 
     @property
-    def device(self) -> str:
-        """Where the tensors are: empty for CPU memory, otherwise a GPU's UUID, or BY_CLIENT."""
-        return self.mappings[0].device if self.mappings else ""
-
-    @property
-    def is_on_gpu(self) -> bool:
-        return self.device not in ("", BY_CLIENT)
+    def format(self) -> BlockFormat:
+        """What a server is told of it."""
+        return BlockFormat(self.fingerprint, self.block_bytes)
 
     def check(self) -> None:
         """Raise LayoutError unless every byte of every block is inside its mapping."""
@@ -113,10 +117,6 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
             raise LayoutError(f"data types of {self.numbers} for blocks of {self.block_bytes} bytes")
         if any(size < 1 for _, size in self.numbers) or len(self.numbers) > _MOST_TYPES * len(self.segments):
             raise LayoutError("data types of no bytes, or too many of them")
-        if len({mapping.device for mapping in self.mappings}) > 1:
-            raise LayoutError("the KV tensors of one worker are on several devices")
-        if any(len(mapping.handle) > MAX_HANDLE for mapping in self.mappings):
-            raise LayoutError(f"a mapping's handle is longer than {MAX_HANDLE} bytes")
         if len(self.segments) > MAX_SEGMENTS:
             raise LayoutError(f"layout has {len(self.segments)} segments, more than {MAX_SEGMENTS}")
         for number, segment in enumerate(self.segments):
@@ -133,14 +133,9 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
                 )
 
 
-def copied_by_client(chunk_bytes: int, meaning: str, blocks: int) -> Layout:
-    """The layout of chunks that the client copies itself; each is one block of `chunk_bytes`.
-
-    meaning: describes the bytes of a chunk. blocks: the most chunks of a request, which numbers them as blocks.
-    """
-    mapping = Mapping("", chunk_bytes * blocks, BY_CLIENT)
-    fingerprint = blake3(b"kvdepot chunks 1" + meaning.encode()).digest()
-    return Layout([mapping], [Segment(0, 0, chunk_bytes, chunk_bytes)], blocks, fingerprint)
+def chunk_format(chunk_bytes: int, meaning: str) -> BlockFormat:
+    """The format of chunks that are copied whole, each as one block. meaning: describes the bytes of a chunk."""
+    return BlockFormat(blake3(b"kvdepot chunks 1" + meaning.encode()).digest(), chunk_bytes)
 
 
 def find_block_axes(views: Sequence[TensorView], block_tokens: int = 0) -> list[int]:
@@ -219,7 +214,7 @@ def build_layout(views: Sequence[TensorView], block_axes: Sequence[int]) -> Layo
     identity = blake3(b"kvdepot layout 1")
     for view, axis in zip(views, block_axes, strict=True):
         number = numbers.setdefault(view.mapping, len(numbers))
-        mappings[view.mapping] = Mapping(view.mapping, view.mapping_bytes, view.device, view.handle)
+        mappings[view.mapping] = Mapping(view.mapping, view.mapping_bytes)
         runs, run_bytes = _runs(view, axis)
         stride = view.strides[axis]
         if num_blocks == 1:

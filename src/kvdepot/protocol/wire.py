@@ -11,7 +11,11 @@ still gets a reply. `boot` identifies one run of the server: if it changes, the 
 the client. Every request gets exactly one reply. The first messages of a client are `Hello` and `Prove`;
 protocol/handshake.py explains them, and how frames are sealed where a man in the middle is possible.
 
-Hashes are one byte string, 32 bytes per chunk; block ids are little-endian uint32.
+Hashes are one byte string, 32 bytes per chunk.
+
+No message carries KV bytes or block ids. A client copies its KV to and from the arena itself: `Store`, `Retrieve` and
+`Compare` are answered with a `Placement`, which says where the bytes are or belong; the client copies, and `Complete`
+ends the operation. The small loads of a lookup's answer (`Places`) need neither.
 """
 
 from __future__ import annotations
@@ -21,12 +25,12 @@ from typing import TypeAlias
 import msgspec
 
 from kvdepot import errors
-from kvdepot.protocol.layout import Layout
+from kvdepot.protocol.layout import BlockFormat
 from kvdepot.protocol.leases import HINT_S, NORMAL
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import AnswersStatus
 
-VERSION = 10
+VERSION = 11
 ID_BYTES = 8
 BOOT_BYTES = 8
 MAX_REQUEST_ID = 4096
@@ -103,17 +107,18 @@ class Group(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Register(_Message, frozen=True):
-    """Share the paged KV tensors of one KV cache group under `instance`. Answer: None, once the server has mapped them.
+    """Name the paged KV tensors of one KV cache group `instance`. Answer: None. The server maps nothing.
 
     model to chunk_tokens: empty if the caller does not know them, so that the first store states them; chunk_tokens 0
     stands for the server's. groups: all KV cache groups of the model, of which these tensors are number `group`; empty
     for a single group that resuming needs whole. topic: of the engine's KV events for routers; empty for none.
     writer: a name of the engine, which marks the chunks that it stores; engines of one name compute the same KV. facts:
-    of the engine, to be shown beside another's whose KV differs.
+    of the engine, to be shown beside another's whose KV differs. fault: why this worker can neither store nor load, for
+    the status, such as a self-test that failed; then all its copies are refused. Empty: it can.
     """
 
     instance: int
-    layout: Layout
+    layout: BlockFormat
     model: str = ""
     world_size: int = 0
     rank: int = 0
@@ -124,10 +129,11 @@ class Register(_Message, frozen=True):
     topic: str = ""
     writer: str = ""
     facts: dict[str, str] = {}
+    fault: str = ""
 
 
 class Unregister(_Message, frozen=True):
-    """Forget an instance. Answer: None, once no copy touches its tensors."""
+    """Forget an instance. Answer: None. The client ends its copies of these tensors itself."""
 
     instance: int
 
@@ -166,8 +172,8 @@ class Lookup(_Message, frozen=True):
     pins. tails: where the prefix may end within a chunk, the longest first.
     pins: without, nothing is pinned, so there is no session to end; what is found is the last to be evicted. own:
     leading chunks that the engine's own cache has, which are not counted as asked for. writers: whether the answer is a
-    list, with the `WriterRun`s of what was found. layout: the fingerprint of all ranks' tensors, if they copy by
-    themselves; then the answer is a list of three, the third `Places`.
+    list, with the `WriterRun`s of what was found. layout: the fingerprint of all ranks' tensors, if they load small
+    hits without asking again; then the answer is a list of three, the third `Places`.
     """
 
     model: str
@@ -191,11 +197,10 @@ class Lookup(_Message, frozen=True):
 
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Consecutive chunks of one request on one rank, and their blocks.
+    """Consecutive chunks of one request on one rank.
 
     parent: hash of the chunk before the first (the chain's root for chunk 0); empty for hashes of the engine's own.
-    depth: number of chunks before the first, from the prompt's start (with `parent` only).
-    skip_blocks: leading blocks of the first chunk that a retrieve must not write; 0 in a store.
+    depth: number of chunks before the first, from the prompt's start (with `parent` only). blocks: blocks of a chunk.
     salt: 16 bytes that identify the prompt's cache salt (keys.salt_tag), so that it can be forgotten; empty for none.
     continues: in the store of a `Tail`, the key of a tail that it makes useless; empty: none.
     """
@@ -207,25 +212,24 @@ class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
     parent: bytes
     depth: int
     hashes: bytes
-    block_ids: bytes
-    skip_blocks: int = 0
+    blocks: int
     salt: bytes = b""
     continues: bytes = b""
 
 
 class Store(_Message, frozen=True):
-    """Copy blocks into the depot. `ticket` is the client's running number (see memory/shm.py). Answer: bool."""
+    """Reserve room for the chunks that are missing. Answer: the `Placement` of those; True or False if there is nothing
+    to copy, as for `Complete`."""
 
     instance: int
-    ticket: int
     shards: list[Shards]
 
 
 class Retrieve(_Message, frozen=True):
-    """Copy chunks into blocks. Answer: list of bool, one per chunk.
+    """Hold the chunks that are there. Answer: their `Placement`; a list of bool, one per chunk, if none is there.
 
     unpins: whether retrieving a chunk releases its request's pin; false if the engine ends its requests itself.
-    writers: if there are any, only chunks that these have stored are copied.
+    writers: if there are any, only chunks that these have stored are placed.
     """
 
     instance: int
@@ -235,17 +239,16 @@ class Retrieve(_Message, frozen=True):
 
 
 class Compare(_Message, frozen=True):
-    """Compare blocks with the chunks that are stored, as numbers (memory/comparison.py). Answer: the fields of
-    `Comparison`. Nothing is stored.
+    """Hold the chunks that are there, for the client to compare with its blocks, as numbers (devices/comparison.py).
+    Answer: their `Placement`, or the fields of `Comparison` if none is there. Nothing is stored.
 
-    ticket: as in Store. limit: the largest difference of equal KV. is_sample: whether a larger one puts the model into
-    quarantine, which is refused where the server samples no hits; otherwise, the client's engine draws the
-    consequences. has_experts: whether the model is a mixture of experts; then the limit is for the first chunk of a
-    prompt, and others differ if they have nothing in common.
+    limit: the largest difference of equal KV. is_sample: whether a larger one puts the model into quarantine, which is
+    refused where the server samples no hits; otherwise, the client's engine draws the consequences. has_experts:
+    whether the model is a mixture of experts; then the limit is for the first chunk of a prompt, and others differ if
+    they have nothing in common.
     """
 
     instance: int
-    ticket: int
     shards: list[Shards]
     limit: float
     is_sample: bool = False
@@ -253,16 +256,20 @@ class Compare(_Message, frozen=True):
 
 
 class Complete(_Message, frozen=True):
-    """End a store or retrieve whose bytes the client itself copies (layout.copied_by_client). Answer: that of the store
-    or retrieve.
+    """End an operation: its client copies no more. Answer: of a store, bool: whether all its chunks are stored; of a
+    retrieve, a list of bool, one per chunk asked for; of a comparison, the fields of `Comparison`.
 
-    operation, boot: from its `Placement`; a later server may use the same number. copied: whether a store's bytes are
-    all in the arena; else nothing is stored.
+    operation, boot: from its `Placement`; a later server may use the same number. copied: whether all bytes were
+    copied, or compared; else nothing is stored, loaded or compared. sums: one per place, in order: the checksum of the
+    bytes in the arena (memory/extents.py) where `Place.is_summed`, else 0; of a comparison only where they differ from
+    the blocks. differences: of a comparison, one list per place, as devices/comparison.py gives them.
     """
 
     operation: int
     boot: bytes
     copied: bool = True
+    sums: list[int] = []
+    differences: list[list[float]] = []
 
 
 class Asked(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -287,7 +294,7 @@ class EndSession(_Message, frozen=True):
     saved_tokens, saved_s: tokens that the engine did not have to compute, and the prefill time saved; 0 if the engine
     does not know, or the server takes them from its retrieves. model: the model of these tokens; empty for that of the
     client's last lookup. asked: the sums since the last EndSession. answers: whether the engine stores them; None if
-    it does not say. copied, copied_bytes: shards that its workers have copied themselves (`Places`), and their bytes.
+    it does not say. copied, copied_bytes: shards that its workers have copied themselves without asking again (`Places`), and their bytes.
     """
 
     request: str
@@ -501,39 +508,40 @@ class Comparison(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A chunk's bytes in the arena. chunk: its position among the chunks of the request. extents: offset and size, in
-    the order of the bytes."""
+    """A shard's bytes in the arena. extents: offset and size, in the order of the bytes. is_summed: whether the client
+    is to compute their checksum. checksum: that they must have, in `Places` only; 0: they need not be summed."""
 
-    chunk: int
     extents: tuple[tuple[int, int], ...]
+    is_summed: bool = False
+    checksum: int = 0
 
 
 class Placement(msgspec.Struct, array_like=True, frozen=True):
-    """Answer to a `Store` or `Retrieve` whose bytes the client copies: where they belong, or are. They stay there until
-    the client completes the operation or dies.
+    """Where the bytes of an operation's chunks belong, or are. They stay there until the client completes it or dies.
 
     arena, boot: the arena, and the boot id of the server that this is true of: a later one may have moved chunks.
+    chunks: the positions of the placed chunks among all that the request names, ascending. places: of each of them.
     """
 
     operation: int
     arena: str
     boot: bytes
+    chunks: list[int]
     places: list[Place]
 
 
 class Places(msgspec.Struct, array_like=True, frozen=True):
-    """Where the last chunks of a lookup's answer are in the server's arena, for engines that copy them themselves. They
-    stay there while the request has its session. None: these chunks are loaded by `Retrieve`.
+    """Where the last chunks of a lookup's answer are in the server's arena, so that engines can load them without
+    asking again. They stay there while the request has its session. None: these chunks are loaded by `Retrieve`.
 
     withdrawals: as the arena's header says; later, the chunks may be forgotten, corrupt or in quarantine. first: number
-    of the first of these chunks. size: bytes of a shard. ranks: of each rank, the extents of its shards, each with the
-    checksum that it must have; 0: it need not be summed.
+    of the first of these chunks. size: bytes of a shard. ranks: the places of each rank's shards.
     """
 
     withdrawals: int
     first: int
     size: int
-    ranks: list[list[tuple[tuple[tuple[int, int], ...], int]]]
+    ranks: list[list[Place]]
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True):
