@@ -13,7 +13,7 @@ copies small loads by itself.
     step is built         build_connector_meta        loads; stores of chunks that earlier steps completed; preemptions
     worker, before        handle_preemptions          stores of preempted requests end or are voided; others are sent,
                                                       then loads, so that small ones end within this step
-    worker, before        start_load_kv               copies of small loads, on CPUs (in_step.py)
+    worker, before        start_load_kv               copies of small loads (in_step.py)
     worker, after         start_load_kv, get_finished loads of models with windows or states (on a GPU the step may
                                                       still run: they wait for an event on vLLM's own stream, as
                                                       stores do)
@@ -26,10 +26,9 @@ Until there is a server (link.py), the halves cache nothing. settings.py has the
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,11 +45,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 
-from kvdepot.devices.cpu import enter_pages
-from kvdepot.errors import ArenaError, DeadlineExceeded, KVDepotError, Unavailable
+from kvdepot.devices import open_blocks
+from kvdepot.devices.self_test import test_blocks
+from kvdepot.errors import DeadlineExceeded, DeviceError, KVDepotError, LayoutError, Unavailable
 from kvdepot.integrations.vllm.link import ServerLink
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
-from kvdepot.integrations.vllm.paged_kv import check_room, mem_pool_context
 from kvdepot.integrations.vllm.process import EngineProcess
 from kvdepot.integrations.vllm.scheduler import SchedulerHalf
 from kvdepot.integrations.vllm.settings import find_place, foreign_settings, read_settings
@@ -73,6 +72,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvdepot.devices.blocks import BlockMemory
+    from kvdepot.protocol.layout import Layout
+
 log = init_logger(__name__)
 
 
@@ -84,8 +86,6 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     _cache_hit_source = HOST_HITS
-    _pooled: ClassVar[KVCacheConfig | None] = None
-    """The KV for which a connector of this process has given `get_mem_pool_context`."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -93,7 +93,6 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._block_tokens = vllm_config.cache_config.block_size  # as fitted to the KV cache groups
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._is_asleep = False  # the KV has no memory
-        self._no_room: ArenaError | None = None  # why it cannot be shared
         if role is KVConnectorRole.SCHEDULER:
             self._process = EngineProcess(vllm_config, kv_cache_config, self._settings, rank=None)
             self._begin_scheduler()
@@ -239,42 +238,36 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(orders, Orders)
         return orders
 
-    def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
-        """A context in which vLLM allocates KV that can be shared; None if it does so anyway."""
-        try:
-            check_room(self._kv_cache_config)
-        except ArenaError as exc:
-            self._no_room = exc
-            return None
-        if KVDepotConnector._pooled is self._kv_cache_config:
-            return None  # another one below MultiConnector has given the context, and vLLM accepts no second
-        KVDepotConnector._pooled = self._kv_cache_config
-        return mem_pool_context(self._vllm_config)
-
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Share the paged KV, and connect to the server, if it is there; waits 5 s for it at most."""
-        self._kv_caches = kv_caches
-        self._worker.use_tensors(kv_caches)
-        try:
-            if self._no_room is not None:
-                raise self._no_room
-            layouts = self._process.share_kv(kv_caches)
-        except ArenaError as exc:
-            self._run_uncached(exc)
-            return
-        self._link.begin(partial(self._process.connect_worker, layouts, kv_caches))
-        enter_pages(kv_caches.values())  # last, as the engine's own threads are needed before
+        """Describe the paged KV, test this worker's copies on it, and connect to the server, if it is there; waits 5 s
+        for it at most.
 
-    def _run_uncached(self, why: ArenaError) -> None:
+        Random bytes go both ways before anything else does (devices/self_test.py), so that code which has never met
+        this device cannot serve a wrong byte. If they differ, or the KV cannot be described, this engine runs uncached.
+        """
+        self._kv_caches = kv_caches
+        blocks: list[BlockMemory] = []
+        layouts: list[Layout] = []
+        try:
+            layouts = self._process.describe_kv(kv_caches)
+            blocks = [open_blocks(layout, kv_caches.values()) for layout in layouts]
+            speed = test_blocks(blocks)
+            log.info(
+                "kvdepot: this worker's copies were tested: it stores %.1f GB/s and loads %.1f GB/s",
+                speed.store_bytes_s / 1e9, speed.load_bytes_s / 1e9,
+            )  # fmt: skip
+        except (DeviceError, LayoutError) as exc:
+            self._run_uncached(exc)
+        self._worker.use_blocks(blocks)
+        if layouts:
+            self._link.begin(partial(self._process.connect_worker, layouts, blocks, self._worker.fault))
+
+    def _run_uncached(self, why: KVDepotError) -> None:
         """Go on without a cache, as this engine would without kvdepot. Raises `why` if it must have one."""
         if self._settings.required:
             raise why
-        self._worker.shares_none = True
-        log.warning(
-            "kvdepot: this engine runs without a cache: %s. On CPUs, an engine's whole KV is in shared memory: enlarge "
-            "/dev/shm (docker: --shm-size; Kubernetes: an emptyDir with medium Memory) or lower VLLM_CPU_KVCACHE_SPACE",
-            why,
-        )
+        self._worker.fault = str(why)
+        log.warning("kvdepot: this engine runs without a cache: %s", why)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
@@ -282,7 +275,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def unregister_kv_caches(self) -> None:
-        """vLLM 0.33, before it frees the KV's memory: have the server release it. Safe twice; blocks 10 s at most."""
+        """vLLM 0.33, before it frees the KV's memory: end this worker's copies. Safe twice; blocks 10 s at most."""
         if self._is_asleep or not self._kv_caches:
             return
         self._is_asleep = True
@@ -295,14 +288,14 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def restore_kv_caches(self) -> None:
         """vLLM 0.33, once there is memory again behind the KV's addresses. Safe twice; blocks 30 s at most.
 
-        The engine wakes in any case: until its KV is shared, it stores nothing, and loads are recomputed.
+        The engine wakes in any case: until its KV is registered, it stores nothing, and loads are recomputed.
         """
         if not self._is_asleep:
             return
         self._is_asleep = False
         try:
             if self._worker.is_connected:
-                self._worker.register(self._process.share_kv(self._kv_caches), self._kv_caches)
+                self._worker.register()
             else:
                 self._settings = replace(self._settings, required=False)  # or its link would not go on trying
                 self._link = self._link_worker()
@@ -310,7 +303,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         except (Unavailable, DeadlineExceeded) as exc:
             log.warning("woke up without a server; the KV is registered once one is available: %s", exc)
         except KVDepotError as exc:
-            log.error("woke up, but the KV cannot be shared again, so nothing is cached: %s", exc)
+            log.error("woke up, but the KV cannot be registered again, so nothing is cached: %s", exc)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls it before each step computes, with or without preemptions."""

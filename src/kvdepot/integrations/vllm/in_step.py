@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,17 +21,15 @@ from vllm.logger import init_logger
 
 from kvdepot.client.scheduler import Cached
 from kvdepot.client.transfer import Operation
-from kvdepot.devices.cpu import HostTensors
+from kvdepot.devices.blocks import CopyPiece
 from kvdepot.errors import KVDepotError
-from kvdepot.memory import shm
 from kvdepot.memory.allocator import Extents
 from kvdepot.memory.arena_view import ArenaView
-from kvdepot.memory.copier import CopyPiece, checksum
+from kvdepot.memory.extents import checksum
 from kvdepot.protocol import wire
-from kvdepot.protocol.layout import Layout
 
 if TYPE_CHECKING:
-    import torch
+    from kvdepot.devices.blocks import BlockMemory
 
 log = init_logger(__name__)
 
@@ -101,12 +99,12 @@ class StepLoads:
         try:
             if self._view is None or self._view.key != arena[:2]:
                 self._view = ArenaView(*arena[:2], mmap.ACCESS_READ)
-            shards = [shard for rank in held.ranks for shard in rank[first - held.first : end - held.first]]
-            self._promised.enter_context(self._view.use(each for extents, _ in shards for each in extents))
+            places = [place for rank in held.ranks for place in rank[first - held.first : end - held.first]]
+            self._promised.enter_context(self._view.use(each for place in places for each in place.extents))
         except (KVDepotError, OSError, ValueError):  # another server takes the arena over, or has
             return False
-        for extents, known in shards:
-            if known and checksum(self._view.bytes, extents, held.size) != known:
+        for place in places:
+            if place.checksum and checksum(self._view.bytes, place.extents, held.size) != place.checksum:
                 return False  # the server finds that, too, and marks the chunk
         if self._view.withdrawals() != held.withdrawals:
             return False
@@ -141,11 +139,10 @@ class StepLoads:
 class StepCopies:
     """A worker's part: it has mapped the arena."""
 
-    def __init__(self, layout: Layout, tensors: Iterable[torch.Tensor]) -> None:
-        """tensors: the paged KV of this process, which it has shared as `layout` says."""
+    def __init__(self, blocks: BlockMemory) -> None:
+        """blocks: the paged KV of this process."""
         self.mapped = MappedArena()
-        self._layout, self._shared = layout, tensors
-        self._tensors: HostTensors | None = None
+        self._blocks = blocks
         self._views: list[ArenaView] = []  # of this run and the one before, from which a step may still load
         self._tried = "", b""
 
@@ -155,26 +152,22 @@ class StepCopies:
             return
         self._tried = arena
         try:
-            self._tensors = self._tensors or HostTensors.of_process(self._layout, self._shared)
             self._views = [*self._views[-1:], ArenaView(*arena, mmap.ACCESS_READ)]
-            self.mapped = MappedArena(*arena, self._layout.fingerprint)
+            self._blocks.follow(self._views[-1])
+            self.mapped = MappedArena(*arena, self._blocks.layout.fingerprint)
         except (KVDepotError, OSError, LookupError, RuntimeError, ValueError) as exc:  # such as no address space
             log.info("kvdepot: small loads take a step of their own: %s", exc)
 
     def copy(self, load: StepLoad, rank: int) -> Operation:
-        """Copy the rank's shards into its blocks. Blocks until all bytes are there."""
+        """Copy the rank's shards into its blocks. Blocks until all bytes are there; on an accelerator, what is queued
+        next on its current stream waits for them."""
         began, places = time.monotonic(), load.ranks[rank]
         view = next(view for view in self._views if view.key[1] == load.run)
-        assert self._tensors is not None
-        base = view.bytes.ctypes.data
         ids = np.array(load.blocks, np.intp).reshape(len(places), -1)
         skips = [load.skip, *[0] * (len(places) - 1)]
         pieces = [CopyPiece(*each) for each in zip(places, ids, skips, strict=True)]
-        for offset, length in (extent for extents in places for extent in extents):
-            page = offset // mmap.PAGESIZE * mmap.PAGESIZE
-            shm.enter_pages(base + page, offset - page + length)  # one by one, faults take ten times as long
-        self._tensors.move(view, pieces, False)
+        self._blocks.load_in_step(view, pieces)
         if (use := _uses_by_request.pop(load.request_id, None)) is not None:  # the scheduler is in this process
             use.close()
-        size = len(places) * load.size - load.skip * self._layout.block_bytes
+        size = len(places) * load.size - load.skip * self._blocks.layout.block_bytes
         return Operation("retrieve", [load.request_id], time.monotonic() - began, len(places), len(places), size)

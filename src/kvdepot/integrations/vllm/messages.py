@@ -96,8 +96,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     step: int = 0
     mapped: dict[int, MappedArena] = field(default_factory=dict)
     """The arenas that ranks have mapped since the last report."""
-    shares_none: bool = False
-    """Whether a worker's KV cannot be shared, so that this engine neither loads nor stores."""
+    fault: str = ""
+    """Why a worker can neither store nor load, so that this engine does not; empty: each can."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Merge another worker's report into this one."""
@@ -108,5 +108,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.compared.setdefault(number, []).extend(found)
         self.step = max(self.step, other.step)
         self.mapped |= other.mapped
-        self.shares_none |= other.shares_none
+        self.fault = self.fault or other.fault
         return self

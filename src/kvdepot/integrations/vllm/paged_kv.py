@@ -1,4 +1,4 @@
-"""A worker's paged KV: where vLLM allocates it, and how its blocks are shared and described.
+"""A worker's paged KV: how its blocks are described, so that they can be copied and compared with others'.
 
 connector.py calls it. Every release that is served (versions.py) settles the layout in the engine core, once, for all
 workers and KV cache groups; it is part of the namespace (identity.py).
@@ -13,8 +13,7 @@ share. vLLM's version is no part of it. Invariant: no byte of the engine's own K
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -22,21 +21,15 @@ import torch
 from blake3 import blake3
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
 
-from kvdepot.devices import share
-from kvdepot.devices.cpu import zeros_in_shared_memory
-from kvdepot.errors import ArenaError, ConfigError
+from kvdepot.devices import describe
+from kvdepot.errors import ConfigError
 from kvdepot.integrations.vllm.groups import CacheGroup
-from kvdepot.integrations.vllm.versions import alloc_conf, installed_release
-from kvdepot.memory.room import free_shm
-from kvdepot.memory.shm import SHM
+from kvdepot.integrations.vllm.versions import installed_release
 from kvdepot.protocol.layout import Layout, build_layout
-from kvdepot.values import size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 log = init_logger(__name__)
 
@@ -47,51 +40,10 @@ _LARGEST = 128
 """Whole numbers up to this are exact in every type of KV, 8-bit floats excepted, which round them alike."""
 
 
-def check_room(kv_cache_config: KVCacheConfig) -> None:
-    """Raise ArenaError if /dev/shm has no room for this rank's KV, before it is allocated there; only on CPUs."""
-    if not current_platform.is_cpu():
-        return
-    needed = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
-    try:
-        free = free_shm()
-    except OSError as exc:
-        raise ArenaError(f"{SHM} cannot be used: {exc.strerror}") from exc
-    if needed > free:
-        raise ArenaError(f"its KV takes {size(needed)}, and {SHM} has {size(free)} free")
-
-
-def mem_pool_context(vllm_config: VllmConfig) -> AbstractContextManager[None] | None:
-    """A context in which vLLM allocates KV that need not be moved; None if it does so anyway.
-
-    On CPUs it is in shared memory from the start. On GPUs expandable segments are off: they are thousands of
-    allocations to share, not one.
-    """
-    if current_platform.is_cpu():
-        return zeros_in_shared_memory()
-    conf = alloc_conf.current_alloc_conf() if current_platform.is_cuda_alike() else ""
-    pooled = vllm_config.model_config.enable_cumem_allocator  # which turns them off itself
-    if pooled or not alloc_conf.conf_flag_enabled(conf, alloc_conf.EXPANDABLE_SEGMENTS):
-        return None
-    return without_expandable_segments(conf)
-
-
-@contextmanager
-def without_expandable_segments(conf: str) -> Iterator[None]:
-    """Make PyTorch allocate with cudaMalloc, not from its expandable segments. conf: its settings before."""
-    alloc_conf.set_alloc_conf(alloc_conf.with_conf_flag(conf, alloc_conf.EXPANDABLE_SEGMENTS, False))
-    try:
-        yield
-    finally:
-        alloc_conf.set_alloc_conf(conf)
-
-
-def share_kv(
+def describe_groups(
     vllm_config: VllmConfig, groups: Sequence[CacheGroup], kv_caches: dict[str, torch.Tensor], num_blocks: int
 ) -> list[Layout]:
-    """Make the paged KV visible to other processes, and describe it by KV cache group. num_blocks: that it has.
-
-    It may move bytes, so no step may run. Raises ArenaError if /dev/shm is full, ConfigError, LayoutError.
-    """
+    """Describe the paged KV by KV cache group. num_blocks: that it has. Raises ConfigError, LayoutError."""
     writers = _describe_writers(vllm_config, kv_caches)
     numbers = {name: _number_types(vllm_config, name, cache, num_blocks) for name, cache in kv_caches.items()}
     return [describe_kv(_of_group(kv_caches, group), num_blocks, writers, numbers) for group in groups]
@@ -131,8 +83,8 @@ def describe_kv(
     writers: str,
     numbers: Mapping[str, tuple[tuple[str, int], ...]] = MappingProxyType({}),
 ) -> Layout:
-    """Share vLLM's paged KV and describe it. writers: who fills the blocks. numbers: the data types of a block's bytes,
-    by name, where tensors do not tell them. Raises ConfigError, LayoutError.
+    """Describe vLLM's paged KV. writers: who fills the blocks. numbers: the data types of a block's bytes, by name,
+    where tensors do not tell them. Raises ConfigError, LayoutError.
 
     vLLM's views are [blocks, heads, tokens, content], whatever the order in memory, without the padding of a page.
     Where kernels use smaller blocks, several of those make one of the scheduler's. Layers of several KV cache groups
@@ -144,7 +96,7 @@ def describe_kv(
             raise ConfigError(f"kvdepot: {name} has shape {list(cache.shape)}, which {num_blocks} blocks do not divide")
         if cache.shape[0] != num_blocks:
             cache = cache.unflatten(0, (num_blocks, -1))
-        view = share(cache, name)  # may move its bytes, so places are compared afterwards
+        view = describe(cache, name)
         place = (view.mapping, view.offset, view.shape, view.strides)
         if place in seen:
             continue  # a layer that shares the KV of another

@@ -19,18 +19,20 @@ from kvdepot.errors import KVDepotError
 from kvdepot.integrations.vllm.events import Descriptions
 from kvdepot.integrations.vllm.groups import find_groups, fit_groups, hit_alignment, make_plan
 from kvdepot.integrations.vllm.identity import identify, name_writer, noted_token_bytes, refuse_unserved
-from kvdepot.integrations.vllm.paged_kv import share_kv
+from kvdepot.integrations.vllm.paged_kv import describe_groups
 from kvdepot.integrations.vllm.plan import PlanRules
 from kvdepot.integrations.vllm.scheduler import ConnectedParts
 from kvdepot.integrations.vllm.settings import ConnectorSettings
 from kvdepot.integrations.vllm.trust import describe_facts
 from kvdepot.integrations.vllm.versions import lookahead_tokens, tensor_replicas
-from kvdepot.protocol.layout import Layout
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvdepot.devices.blocks import BlockMemory
+    from kvdepot.protocol.layout import Layout
 
 log = init_logger(__name__)
 
@@ -61,9 +63,9 @@ class EngineProcess:
     def __repr__(self) -> str:
         return f"<EngineProcess {self._name} of {self.model}>"
 
-    def share_kv(self, kv_caches: dict[str, torch.Tensor]) -> list[Layout]:
-        """Share a worker's paged KV, and describe it by KV cache group; raises as paged_kv.py does."""
-        return share_kv(self._vllm_config, self._groups, kv_caches, self._kv_cache_config.num_blocks)
+    def describe_kv(self, kv_caches: dict[str, torch.Tensor]) -> list[Layout]:
+        """A worker's paged KV by KV cache group. Raises ConfigError, LayoutError."""
+        return describe_groups(self._vllm_config, self._groups, kv_caches, self._kv_cache_config.num_blocks)
 
     def connect_scheduler(self, client: Client) -> ConnectedParts:
         """The values that the scheduler's half needs. Raises KVDepotError."""
@@ -81,16 +83,18 @@ class EngineProcess:
         return ConnectedParts(depot, make_plan(self._groups, spec, rules), self._make_events(depot))
 
     def connect_worker(
-        self, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor], client: Client
+        self, layouts: Sequence[Layout], blocks: Sequence[BlockMemory], fault: str, client: Client
     ) -> WorkerClient:
-        """A worker's client, with its KV registered. Blocks 30 s at most; raises KVDepotError."""
+        """A worker's client, with its KV registered. layouts, blocks: by KV cache group. fault: why this worker can
+        neither store nor load, to be shown in the server's status; then there need be no blocks. Blocks 30 s at most;
+        raises KVDepotError."""
         # The scheduler releases pins once a prompt is stored; and request ids of two engines may be equal.
         # An engine that loads nothing is credited with nothing.
         topic = self._settings.events_topic if self._is_consumer else ""
         origin = Origin(topic, self.writer, describe_facts(self._vllm_config))
         worker = WorkerClient(client, self._fit(client), unpins=False, origin=origin)
         try:
-            worker.register(layouts, kv_caches)
+            worker.register(layouts, blocks, fault)
         except KVDepotError:
             worker.cancel_registration()  # the next attempt is another client's
             raise

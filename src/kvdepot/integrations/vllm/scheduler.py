@@ -103,7 +103,7 @@ class SchedulerHalf:
         self._uncached: set[str] = set()  # requests that are not tracked; why was logged
         self._trust = Trust(vllm_config, writer if settings.trust == "earned" else "", self._weights)
         self._proofs: dict[str, UnprovenLoad] = {}  # loads that the last step built is to prove, by request
-        self._shares_none = False  # whether a worker's KV cannot be shared
+        self._is_faulty = False  # whether a worker can neither store nor load
         self._logged: set[str] = set()  # names of error types
         self._next = Orders()  # of the next step, so far
         self._step = self._ended_step = 0
@@ -156,7 +156,7 @@ class SchedulerHalf:
             with suppress(Exception):  # it is not cached anyway, and no error of one request may end the engine
                 self._roots.root(request)  # note its adapter: vLLM's own prefix cache keeps what it computes
             return
-        if self._shares_none:
+        if self._is_faulty:
             self._uncached.add(request_id)
             return
         if any(request_id == ending for _, ending, _ in self._ending_later):
@@ -359,7 +359,7 @@ class SchedulerHalf:
         assert held is not None
         for piece in pieces:
             span = slice(piece.first - held.first, piece.end - held.first)
-            ranks = [[extents for extents, _ in shards[span]] for shards in held.ranks]
+            ranks = [[place.extents for place in places[span]] for places in held.ranks]
             load = StepLoad(
                 tracked.request.request_id, self._in_step.arena.run, piece.blocks, piece.skip, ranks, held.size
             )
@@ -557,7 +557,7 @@ class SchedulerHalf:
         self._closing.difference_update(sent)
         self._leases.stores_ended(sent)
         self._holds.ended(report.ended)
-        self._shares_none |= report.shares_none
+        self._is_faulty |= bool(report.fault)
         self._in_step.mapped(report.mapped)
         if self._trust.report(report.compared) is Verdict.DIFFERENT:
             self._part()

@@ -6,7 +6,6 @@
 | `CacheHitSource`: external hits have a source | 0.32 | none |
 | `KVCacheConfig.kv_tp_replicas`: ranks that hold the same KV heads | 0.31 | every rank stores its own |
 | `VllmConfig.num_prefill_lookahead_tokens`: tokens after a position that a drafter reads | 0.31 | computed here |
-| `alloc_conf`, and a context in which KV is allocated | 0.31 | vLLM never asks for one |
 
 To serve a new release: look at what it changes in the code that writes KV, in the classes of its configuration
 (`NEUTRAL` in fields.py), in the arithmetic of models (`_CORRECTIONS`) and in its environment variables
@@ -68,11 +67,7 @@ refuse_other_versions()  # before anything is imported that another version may 
 
 HOST_HITS: Any = None
 """Which source vLLM's metrics name for tokens from the depot; None where they name none."""
-alloc_conf: Any = None
-"""vLLM's module for the settings of PyTorch's allocator; None where it does not ask for a context to allocate KV in."""
 
-if installed_release() != "0.30":
-    alloc_conf = import_module("vllm.device_allocator.alloc_conf")
 if installed_release() not in ("0.30", "0.31"):
     HOST_HITS = import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource.HOST
 

@@ -1,4 +1,4 @@
-"""The connector's half in a worker of vLLM: it shares the rank's KV with the server, and loads and stores as ordered.
+"""The connector's half in a worker of vLLM: it copies between the rank's KV and the arena, as ordered.
 
 connector.py says when vLLM calls each method. Invariant: a worker that is not connected reports every load that it is
 ordered as failed and every store as ended, in the same step and once, as a connected one does that has lost its server.
@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-import torch
 from vllm.logger import init_logger
 
 from kvdepot.client.worker import Submitted, WorkerClient
+from kvdepot.devices import record_event
 from kvdepot.errors import KVDepotError
 from kvdepot.integrations.vllm.in_step import MappedArena, StepCopies
 from kvdepot.integrations.vllm.messages import Compared, Orders, WorkerReport
 from kvdepot.integrations.vllm.stats import KVDepotStats
 from kvdepot.protocol import wire
-from kvdepot.protocol.layout import Layout
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
+
+    from kvdepot.client.device_events import DeviceEvent
+    from kvdepot.devices.blocks import BlockMemory
 
 log = init_logger(__name__)
 
@@ -31,7 +34,7 @@ _Reading: TypeAlias = Submitted[bool] | Submitted[wire.Comparison]
 _PREEMPTION_S = 0.05
 """Stores of preempted requests are waited for this long before they are voided."""
 _SLEEP_S = 5.0
-"""An engine that goes to sleep waits this long for the server to release its KV's memory."""
+"""An engine that goes to sleep waits this long for its copies to end before they are voided."""
 _COMPARISON_S = 1.0
 """A step waits this long for the comparison of what it has computed on top of a load that nothing has proved yet."""
 _IDLE_S = 0.002
@@ -48,8 +51,8 @@ class WorkerHalf:
         self.stats = KVDepotStats()
         self.is_connected = False
         """Whether it loads and stores; may be set to False between two steps."""
-        self.shares_none = False
-        """Whether this worker's KV cannot be shared, so that it will never be connected."""
+        self.fault = ""
+        """Why this worker can neither store nor load, so that it will never be connected; empty: it can."""
         self._fails_whole = fails_whole
         self._rank = rank
         self._failed = Orders()  # whose loads have failed for want of a connection
@@ -57,7 +60,8 @@ class WorkerHalf:
         self._comparing: dict[int, Submitted[wire.Comparison]] = {}  # by number of the check
         self._compared: dict[int, Compared] = {}  # what was found, and is not reported
         self._unproven: set[int] = set()  # blocks whose comparison has not proved them, not reported
-        self._gpu: torch.device | None = None  # that holds the KV, if one does
+        self._blocks: Sequence[BlockMemory] = ()  # the paged KV by KV cache group
+        self._device: torch.device | None = None  # that holds it; None: the processor's memory
         self._copies: StepCopies | None = None
         self._reported = MappedArena()  # what it has mapped, as far as the scheduler knows
 
@@ -67,31 +71,29 @@ class WorkerHalf:
     # -- its tensors
 
     def connect(self, made: WorkerClient) -> None:
-        """Load and store from the next step on. made: a client that has registered the KV."""
+        """Load and store from the next step on, unless this worker has a fault. made: a client that has registered the
+        KV."""
         self._depot = made
         self._depot.watch = self.stats.count
-        self.is_connected = True
+        self.is_connected = not self.fault
 
-    def use_tensors(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """These tensors have the paged KV."""
-        devices = {tensor.device for tensor in kv_caches.values()}
-        self._gpu = next((device for device in devices if device.type != "cpu"), None)
+    def use_blocks(self, blocks: Sequence[BlockMemory]) -> None:
+        """This is the paged KV, by KV cache group."""
+        self._blocks = blocks
+        self._device = blocks[0].device if blocks else None
 
-    def register(self, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor]) -> None:
-        """Have the server map the KV again. Blocks 30 s at most; raises KVDepotError."""
-        self._depot.register(layouts, kv_caches)
+    def register(self) -> None:
+        """Register the KV again. Blocks 30 s at most; raises KVDepotError."""
+        self._depot.register([each.layout for each in self._blocks], self._blocks)
 
     def unregister(self) -> None:
-        """Have the server release the KV, whose memory vLLM is about to free. Blocks 10 s at most.
-
-        If the server does not confirm it, the memory behind the KV stays allocated until the server releases it or
-        ends: vLLM frees addresses, and memory only once no process maps it.
-        """
+        """End all copies of the KV, whose memory vLLM is about to free. Blocks 10 s at most, or as long as a copy that
+        has begun takes."""
         self._copies = None
         try:
             self._depot.unregister(_SLEEP_S)
         except KVDepotError as exc:
-            log.warning("the server may still map this sleeping engine's KV, so its memory may stay allocated: %s", exc)
+            log.info("the server has not heard that this engine sleeps: %s", exc)
 
     # -- a step
 
@@ -111,14 +113,14 @@ class WorkerHalf:
         """Map the server's arena, if `copy_loads` can use it; once for each server."""
         if not self.is_connected:
             return
-        client, layouts = self._depot.client, self._depot.layouts
-        if self._copies is None and self._gpu is None and len(layouts) == 1 and not self._depot.spec.groups:
-            self._copies = StepCopies(layouts[0], self._depot.kv_caches.values())
+        if self._copies is None and len(self._blocks) == 1 and not self._depot.spec.groups:
+            self._copies = StepCopies(self._blocks[0])
         if self._copies is not None:
-            self._copies.follow(client.arena)
+            self._copies.follow(self._depot.client.arena)
 
     def copy_loads(self, orders: Orders) -> None:
-        """Copy what this step loads within it (in_step.py). Blocks until it is there, whatever the server does."""
+        """Copy what this step loads within it (in_step.py), whatever the server does. Blocks until it is there; on an
+        accelerator, this step's own work waits for it."""
         for load in orders.step_loads:
             assert self._copies is not None, "this rank has mapped no arena"
             self.stats.count(self._copies.copy(load, self._depot.spec.rank))
@@ -158,26 +160,21 @@ class WorkerHalf:
         most, once the step has computed it; call it before its failed blocks are taken."""
         asked: dict[int, Submitted[wire.Comparison]] = {}
         if any(check.transfers for check in orders.proofs.values()) and self.is_connected:
-            if self._gpu is not None:
-                torch.cuda.current_stream(self._gpu).synchronize()
+            event = self._queued()
             for number, check in orders.proofs.items():
-                asked[number] = self._depot.submit_compare(check.transfers, None, check.terms)
+                asked[number] = self._depot.submit_compare(check.transfers, event, check.terms)
             self._depot.give_up_stores({each for one in asked.values() for each in one.request_ids}, _COMPARISON_S)
         for number, check in orders.proofs.items():
             found = self._compared[number] = _found(asked[number]) if number in asked else Compared()
             if not found.proves(check.terms.limit):
                 self._unproven |= check.blocks
 
-    def _queued(self) -> torch.cuda.Event | None:
+    def _queued(self) -> DeviceEvent | None:
         """An event that happens once all work queued on vLLM's stream is done; None on the CPU, where it already is.
 
         vLLM calls the connector on the thread and the stream that run models, and never while it captures a graph.
         """
-        if self._gpu is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._gpu))
-        return event
+        return record_event(self._device)
 
     def get_finished(self, orders: Orders) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose last store has ended, of those that vLLM waits for; and requests whose load has ended."""
@@ -217,7 +214,7 @@ class WorkerHalf:
 
     def take_report(self, orders: Orders) -> WorkerReport:
         """The stores that have ended since the last step, and the number of this step."""
-        report = WorkerReport(step=orders.step, shares_none=self.shares_none)
+        report = WorkerReport(step=orders.step, fault=self.fault)
         mapped = self._copies.mapped if self._copies is not None else MappedArena()
         if mapped != self._reported:
             self._reported = report.mapped[self._rank] = mapped
