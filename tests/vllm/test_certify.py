@@ -143,7 +143,7 @@ def test_an_interrupt_leaves_no_process_and_no_memory(folder: Path, certify: Cer
             lines = (each / "maps").read_text().splitlines()
             mapped |= {line.split()[-1] for line in lines if "/dev/shm/" in line}
     assert len(started) >= 4  # it, the server, vLLM's front end and engine core
-    assert any("torch_" in name for name in mapped)
+    assert any("kvdepot" in name for name in mapped) and not any("torch_" in name for name in mapped)
     process.send_signal(signal.SIGINT)
     assert ended(process)[0] == 130
     eventually(lambda: not processes(folder), HANG_S)

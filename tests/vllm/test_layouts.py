@@ -9,14 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.config import KVTransferConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
     KVCacheTensor,
     MambaSpec,
     MLAAttentionSpec,
@@ -26,11 +20,10 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvdepot.devices import share
-from kvdepot.devices.cpu import HostTensors
-from kvdepot.integrations.vllm.paged_kv import describe_kv, mem_pool_context, without_expandable_segments
-from kvdepot.memory.copier import CopyPiece
-from tests.conftest import Depot, StartDepot
+from kvdepot.devices import open_blocks
+from kvdepot.devices.blocks import CopyPiece
+from kvdepot.integrations.vllm.paged_kv import describe_kv
+from tests.conftest import StartDepot
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import output, prompt, same_as_own
 
@@ -51,9 +44,6 @@ class Arena:
 
     def __init__(self, size: int) -> None:
         self.bytes = np.zeros(size, np.uint8)
-
-    def ensure(self, offset: int, size: int) -> bool:
-        return True
 
 
 def laid_out(kind: str, layout: str, kernel_tokens: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -82,11 +72,11 @@ def test_a_block_of_any_layout_is_all_its_bytes_in_every_layer_and_no_others(kin
         assert described.block_bytes == LAYERS * split * prod(caches["layer.0"].shape[1:]) * 2, layout
         # What a retrieve makes of blocks that were stored, as the engine sees them ...
         arena, extents = Arena(2 * described.block_bytes), [(0, 2 * described.block_bytes)]
-        mapped = HostTensors.open(described)
+        memory = open_blocks(described, caches.values())
         before = raw.clone()
-        mapped.move(arena, [CopyPiece(extents, np.array([4, 1], np.intp))], is_store=True)
-        mapped.move(arena, [CopyPiece(extents, np.array([0, 5], np.intp))], is_store=False)
-        mapped.close()
+        memory.move(arena, [CopyPiece(extents, np.array([4, 1], np.intp))], is_store=True)
+        memory.move(arena, [CopyPiece(extents, np.array([0, 5], np.intp))], is_store=False)
+        memory.close()
         after = raw.clone()
         # ... is what the engine's own copy of them makes, to the last byte of the allocation.
         raw.copy_(before)
@@ -127,16 +117,16 @@ def test_groups_over_each_other_are_copied_by_their_own_blocks_and_without_paddi
     raw, groups = overlaid(layout)
     described = {kind: describe_kv(caches, BLOCKS, "backend") for kind, caches in groups.items()}
     assert len({each.fingerprint for each in described.values()}) == len(groups)
-    assert len({each.mappings[0].name for each in described.values()}) == 1, "they are in one file"
+    assert len({each.mappings[0].name for each in described.values()}) == 1, "they are in one storage"
     assert described["state"].block_bytes == LAYERS * (3 * 24 * 2 + 4 * 8 * 16 * 4)
     pairs = {"full": (4, 0), "window": (3, 1), "state": (2, 5)}  # each block belongs to one group
     before = raw.clone()
     for kind, (source, target) in pairs.items():
         arena, extents = Arena(described[kind].block_bytes), [(0, described[kind].block_bytes)]
-        mapped = HostTensors.open(described[kind])
-        mapped.move(arena, [CopyPiece(extents, np.array([source], np.intp))], is_store=True)
-        mapped.move(arena, [CopyPiece(extents, np.array([target], np.intp))], is_store=False)
-        mapped.close()
+        memory = open_blocks(described[kind], groups[kind].values())
+        memory.move(arena, [CopyPiece(extents, np.array([source], np.intp))], is_store=True)
+        memory.move(arena, [CopyPiece(extents, np.array([target], np.intp))], is_store=False)
+        memory.close()
     after = raw.clone()
     raw.copy_(before)
     for kind, (source, target) in pairs.items():
@@ -144,50 +134,6 @@ def test_groups_over_each_other_are_copied_by_their_own_blocks_and_without_paddi
             assert not torch.equal(cache[target].view(torch.uint8), cache[source].view(torch.uint8))
             cache[target].view(torch.uint8).copy_(cache[source].view(torch.uint8).clone())
     assert torch.equal(raw, after)
-
-
-def test_expandable_segments_are_off_only_while_the_kv_is_allocated() -> None:
-    alloc_conf = pytest.importorskip("vllm.device_allocator.alloc_conf")  # since 0.31
-
-    before = torch._C._accelerator_getAllocatorSettings()
-    mine = "expandable_segments:True,max_split_size_mb:512"
-    alloc_conf.set_alloc_conf(mine)
-    try:
-        with without_expandable_segments(mine):
-            settings = torch._C._accelerator_getAllocatorSettings()
-            assert sorted(settings.split(",")) == ["expandable_segments:False", "max_split_size_mb:512"]
-        assert torch._C._accelerator_getAllocatorSettings() == mine
-    finally:
-        alloc_conf.set_alloc_conf(before)
-
-
-def test_on_a_cpu_vllm_allocates_the_kv_where_it_is_shared() -> None:
-    context = mem_pool_context(VllmConfig())
-    assert context is not None
-    with context:
-        raw = torch.zeros(BLOCKS * 4096, dtype=torch.int8, device=torch.device("cpu"))  # as vLLM allocates it
-    address = raw.data_ptr()
-    view = share(raw.view(BLOCKS, 4096), "layer")
-    assert raw.data_ptr() == address and view.shape == (BLOCKS, 4096)
-
-
-@pytest.mark.skipif(not hasattr(MultiConnector, "get_mem_pool_context"), reason="this vLLM asks only one connector")
-def test_two_connectors_of_one_engine_give_one_pool_for_its_kv(
-    vllm_depot: Depot, process_groups: None, models: dict[str, Path]
-) -> None:
-    """As below MultiConnector, which refuses a second pool."""
-    each = {"kv_connector": "KVDepotConnector", "kv_role": "kv_both"}
-    each["kv_connector_extra_config"] = {"kvdepot.url": vllm_depot.url}
-    told = KVTransferConfig(
-        kv_connector="MultiConnector", kv_role="kv_both", kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"connectors": [each, each]},
-    )  # fmt: skip
-    options = EngineArgs(model=str(models["gqa"]), skip_tokenizer_init=True, kv_transfer_config=told)
-    spec = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
-    config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-    made = MultiConnector(options.create_engine_config(), KVConnectorRole.WORKER, config)
-    assert made.get_mem_pool_context() is not None
-    made.shutdown()
 
 
 def test_engines_with_layers_side_by_side_share_and_never_with_others(

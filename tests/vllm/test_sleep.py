@@ -22,7 +22,7 @@ from kvdepot.integrations.vllm.messages import Orders
 from kvdepot.integrations.vllm.process import EngineProcess
 from kvdepot.integrations.vllm.settings import read_settings
 from kvdepot.integrations.vllm.worker import WorkerHalf
-from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually, suspend
+from tests.conftest import HANG_S, Depot, StartDepot, eventually, suspend
 
 BLOCKS, TOKENS = 8, 128
 LAYERS = ("layer.0", "layer.1")
@@ -42,7 +42,7 @@ class Worker:
         made._vllm_config, made._kv_transfer_config, made._kv_cache_config = config, told, caches
         made._role, made._settings = KVConnectorRole.WORKER, read_settings(told.kv_connector_extra_config)
         made._process = EngineProcess(config, caches, made._settings, rank=0)
-        made._kv_caches, made._is_asleep, made._no_room = {}, False, None
+        made._kv_caches, made._is_asleep = {}, False
         made._half = WorkerHalf(config, 0, made._process.fails_whole)
         made._link = made._link_worker()
         self.kv = {name: torch.randint(-99, 99, (BLOCKS, 2, TOKENS, 64)).to(torch.bfloat16) for name in LAYERS}
@@ -89,25 +89,24 @@ def worker(server: Depot, models: dict[str, Path]) -> Iterator[Worker]:
     made.close()
 
 
-def mapped(server: Depot) -> int:
-    """Files of torch's that the server has mapped."""
-    maps = Path(f"/proc/{server.process.pid}/maps").read_text()
-    return len({line.split()[-1] for line in maps.splitlines() if f"{SHM}/torch_" in line})
+def registered(server: Depot) -> int:
+    """Workers' registrations that the server knows."""
+    return int(server.status()["instances"])
 
 
-def test_a_sleeping_engines_memory_is_released_and_loads_fill_what_it_wakes_with(
+def test_no_copy_touches_a_sleeping_engine_and_loads_fill_what_it_wakes_with(
     server: Depot, worker: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = {name: tensor.clone() for name, tensor in worker.kv.items()}
     worker.transfer("kept", [1, 2])
     assert worker.ended() == (set(), 0)
-    assert mapped(server) == 2
+    assert registered(server) == 1
     worker.sleep()
-    assert mapped(server) == 0
+    assert registered(server) == 0
     worker.connector.unregister_kv_caches()  # vLLM may say it twice: a discard, then a sleep
     worker.connector.restore_kv_caches()
     worker.connector.restore_kv_caches()
-    assert mapped(server) == 2
+    assert registered(server) == 1
     worker.transfer("kept", [5, 3], loads=True)
     assert worker.ended() == (set(), 0)
     for name, tensor in worker.kv.items():
@@ -134,7 +133,7 @@ def test_copies_under_way_when_an_engine_falls_asleep_never_count_as_done(server
 
 
 @pytest.mark.parametrize("is_back", ["before it wakes", "after it woke"])
-def test_a_server_that_restarts_maps_a_sleeping_engine_only_once_it_is_awake(
+def test_a_restarted_server_knows_a_sleeping_engine_only_once_it_is_awake(
     is_back: str, server: Depot, start_depot: StartDepot, worker: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker.sleep()
@@ -143,13 +142,13 @@ def test_a_server_that_restarts_maps_a_sleeping_engine_only_once_it_is_awake(
     if is_back == "before it wakes":
         server = start_depot(url=server.url, arena_mib=64)
         eventually(lambda: worker.depot.client.pump() or worker.depot.client.is_welcomed)
-        assert mapped(server) == 0
+        assert registered(server) == 0
         worker.connector.restore_kv_caches()
     else:
         worker.connector.restore_kv_caches()
         assert "woke up without a server" in caplog.text
         server = start_depot(url=server.url, arena_mib=64)
-    eventually(lambda: worker.depot.client.pump() or mapped(server) == 2)
+    eventually(lambda: worker.depot.client.pump() or registered(server) == 1)
     worker.transfer("new", [1, 2])
     worker.ended()
     worker.transfer("new", [3, 4], loads=True)
@@ -162,8 +161,8 @@ def test_an_engine_falls_asleep_although_its_server_hangs_and_says_so(
     monkeypatch.setattr(module, "_SLEEP_S", 0.2)
     suspend(server.process.pid)
     worker.sleep()
-    assert "the server may still map this sleeping engine's KV" in caplog.text
+    assert "the server has not heard that this engine sleeps" in caplog.text
     server.process.send_signal(18)  # SIGCONT
-    eventually(lambda: not mapped(server))
+    eventually(lambda: registered(server) == 0)
     worker.connector.restore_kv_caches()
-    assert mapped(server) == 2
+    assert registered(server) == 1

@@ -166,7 +166,7 @@ def test_an_engine_starts_beside_the_server_that_it_has_started_in_a_small_shm(
     home: Shared, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KVDEPOT_ARENA_GIB", raising=False)
-    python = str(small_shm(tmp_path, 300))
+    python = str(small_shm(tmp_path, 300))  # vLLM wants 240 MiB of it for itself
     engine = start_engine(models["gqa"], "", python=python, **settings(), num_gpu_blocks_override=64).wait_started()
     tokens = prompt(46, 2 * 256 + 9)
     cold = engine.run(tokens)
@@ -175,11 +175,11 @@ def test_an_engine_starts_beside_the_server_that_it_has_started_in_a_small_shm(
     engine.stop()
 
 
-def test_an_engine_whose_kv_and_whose_server_do_not_fit_runs_uncached_and_says_why(
+def test_an_engine_whose_own_server_does_not_fit_runs_uncached_and_says_why(
     home: Shared, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVDEPOT_ARENA_GIB", "100000")
-    python = small_shm(tmp_path, 400)  # vLLM wants 240 MiB of it for itself
+    python = small_shm(tmp_path, 300)
     tokens = prompt(45, 2 * 256 + 9)
     small = start_engine(models["gqa"], "", python=str(python), **settings(), num_gpu_blocks_override=4096)
     small.wait_started()
@@ -187,7 +187,6 @@ def test_an_engine_whose_kv_and_whose_server_do_not_fit_runs_uncached_and_says_w
     assert small.run_fresh(tokens)["cached"] == 0
     assert output(small.run_fresh(tokens)) == output(cold)
     said = small.logged()
-    assert len(re.findall("runs without a cache: its KV takes .* /dev/shm has .* free", said)) == 1
     assert said.count("started `kvdepot serve`") == 1
     assert len(re.findall("WARNING.* nothing is cached.*: the shared server has exited: .*arena of", said)) == 1
     assert not home.log.with_suffix(".log.1").exists()

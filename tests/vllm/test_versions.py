@@ -21,10 +21,7 @@ from tests.vllm.engines import ROOT
 OURS = ROOT / "src" / "kvdepot" / "integrations" / "vllm"
 BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
 VERSION_FILE = "_version.py"
-METHODS_SINCE = {
-    "get_mem_pool_context": "0.31", "supports_sleep_mode": "0.33", "unregister_kv_caches": "0.33",
-    "restore_kv_caches": "0.33",
-}  # fmt: skip
+METHODS_SINCE = {"supports_sleep_mode": "0.33", "unregister_kv_caches": "0.33", "restore_kv_caches": "0.33"}
 """Methods of the connector that releases before this one never call."""
 
 

@@ -26,6 +26,7 @@ Until there is a server (link.py), the halves cache nothing. settings.py has the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -246,21 +247,25 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         this device cannot serve a wrong byte. If they differ, or the KV cannot be described, this engine runs uncached.
         """
         self._kv_caches = kv_caches
-        blocks: list[BlockMemory] = []
         layouts: list[Layout] = []
         try:
             layouts = self._process.describe_kv(kv_caches)
-            blocks = [open_blocks(layout, kv_caches.values()) for layout in layouts]
-            speed = test_blocks(blocks)
-            log.info(
-                "kvdepot: this worker's copies were tested: it stores %.1f GB/s and loads %.1f GB/s",
-                speed.store_bytes_s / 1e9, speed.load_bytes_s / 1e9,
-            )  # fmt: skip
+            self._worker.use_blocks(self._open(layouts))
         except (DeviceError, LayoutError) as exc:
             self._run_uncached(exc)
-        self._worker.use_blocks(blocks)
         if layouts:
-            self._link.begin(partial(self._process.connect_worker, layouts, blocks, self._worker.fault))
+            worker = self._worker
+            self._link.begin(partial(self._process.connect_worker, layouts, worker.blocks, worker.fault))
+
+    def _open(self, layouts: Sequence[Layout]) -> list[BlockMemory]:
+        """The paged KV by KV cache group, once random bytes have gone both ways. Raises DeviceError, LayoutError."""
+        blocks = [open_blocks(layout, self._kv_caches.values()) for layout in layouts]
+        speed = test_blocks(blocks)
+        log.info(
+            "kvdepot: this worker's copies were tested: it stores %.1f GB/s and loads %.1f GB/s",
+            speed.store_bytes_s / 1e9, speed.load_bytes_s / 1e9,
+        )  # fmt: skip
+        return blocks
 
     def _run_uncached(self, why: KVDepotError) -> None:
         """Go on without a cache, as this engine would without kvdepot. Raises `why` if it must have one."""
@@ -295,6 +300,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_asleep = False
         try:
             if self._worker.is_connected:
+                self._worker.use_blocks(self._open(self._process.describe_kv(self._kv_caches)))
                 self._worker.register()
             else:
                 self._settings = replace(self._settings, required=False)  # or its link would not go on trying

@@ -60,7 +60,8 @@ class WorkerHalf:
         self._comparing: dict[int, Submitted[wire.Comparison]] = {}  # by number of the check
         self._compared: dict[int, Compared] = {}  # what was found, and is not reported
         self._unproven: set[int] = set()  # blocks whose comparison has not proved them, not reported
-        self._blocks: Sequence[BlockMemory] = ()  # the paged KV by KV cache group
+        self.blocks: Sequence[BlockMemory] = ()
+        """The paged KV by KV cache group; none of a worker with a fault."""
         self._device: torch.device | None = None  # that holds it; None: the processor's memory
         self._copies: StepCopies | None = None
         self._reported = MappedArena()  # what it has mapped, as far as the scheduler knows
@@ -79,12 +80,12 @@ class WorkerHalf:
 
     def use_blocks(self, blocks: Sequence[BlockMemory]) -> None:
         """This is the paged KV, by KV cache group."""
-        self._blocks = blocks
+        self.blocks = blocks
         self._device = blocks[0].device if blocks else None
 
     def register(self) -> None:
         """Register the KV again. Blocks 30 s at most; raises KVDepotError."""
-        self._depot.register([each.layout for each in self._blocks], self._blocks)
+        self._depot.register([each.layout for each in self.blocks], self.blocks)
 
     def unregister(self) -> None:
         """End all copies of the KV, whose memory vLLM is about to free. Blocks 10 s at most, or as long as a copy that
@@ -93,7 +94,9 @@ class WorkerHalf:
         try:
             self._depot.unregister(_SLEEP_S)
         except KVDepotError as exc:
-            log.info("the server has not heard that this engine sleeps: %s", exc)
+            log.warning("the server has not heard that this engine sleeps: %s", exc)
+        for each in self.blocks:
+            each.close()
 
     # -- a step
 
@@ -113,8 +116,8 @@ class WorkerHalf:
         """Map the server's arena, if `copy_loads` can use it; once for each server."""
         if not self.is_connected:
             return
-        if self._copies is None and len(self._blocks) == 1 and not self._depot.spec.groups:
-            self._copies = StepCopies(self._blocks[0])
+        if self._copies is None and len(self.blocks) == 1 and not self._depot.spec.groups:
+            self._copies = StepCopies(self.blocks[0])
         if self._copies is not None:
             self._copies.follow(self._depot.client.arena)
 
