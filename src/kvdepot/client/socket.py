@@ -207,8 +207,14 @@ class Client:
         return f"<Client {self.server_url} {self._connection.phase.name.lower()}, {len(self._connection)} in flight>"
 
     @property
-    def _is_closed(self) -> bool:
+    def is_closed(self) -> bool:
         return self._connection.phase is Phase.CLOSED
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Descriptors that become readable when something has arrived that `pump` handles. They are edge-triggered:
+        wait for them only after a `pump` that followed the last request."""
+        return tuple(self._fds)
 
     def _send(self, frame: bytes) -> bool:
         try:
@@ -319,13 +325,17 @@ class Client:
         makes the future's value from the answer; what it raises (KVDepotError, ValueError and the like) the future
         raises."""
         future = MessagingFuture(self, convert)
-        self._ask(request, future, deadline_s)
+        self.ask_then(request, future._finish, deadline_s)
         return future
 
-    def _ask(self, request: wire.Request, future: MessagingFuture[T], deadline_s: float | None) -> None:
+    def ask_then(
+        self, request: wire.Request, done: Callable[[object], None], deadline_s: float | None = DEADLINE_S
+    ) -> None:
+        """Send a message; never blocks. done: called once with the answer or the error, on the thread that hears it,
+        which holds this client's lock. deadline_s: as in `ask`."""
         with self._lock:
             self._take_events()  # on a new connection, hello must come first
-            self._connection.ask(request, future._finish, deadline_s)
+            self._connection.ask(request, done, deadline_s)
 
     # -- hearing
 
@@ -334,7 +344,7 @@ class Client:
         if not self._lock.acquire(blocking=False):
             return  # another thread does it now
         try:
-            if not self._is_closed:
+            if not self.is_closed:
                 self._receive()
                 self._take_events()
                 self._connection.expire()
@@ -349,7 +359,7 @@ class Client:
             poller.register(fd, select.POLLIN)
         while not done():
             left = deadline - time.monotonic()
-            if left <= 0 or self._is_closed:
+            if left <= 0 or self.is_closed:
                 return done()
             # In slices: the descriptors are edge-triggered, and another thread may read our answer.
             if poller.poll(max(1, min(left, CHECK_S) * 1000)) and not self._connection.welcomed:
@@ -388,7 +398,7 @@ class Client:
     def close(self) -> None:
         """Close the connection; requests under way fail with Unavailable. Safe twice. Blocks 0.2 s at most."""
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 return
             self._connection.close()
             self._close_sockets()
