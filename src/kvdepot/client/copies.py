@@ -32,9 +32,7 @@ class Arenas:
         return view
 
 
-def carry(
-    view: ArenaView, placement: wire.Placement, size: int, copy: Callable[[ArenaView], None]
-) -> wire.Complete:
+def carry(view: ArenaView, placement: wire.Placement, size: int, copy: Callable[[ArenaView], None]) -> wire.Complete:
     """Copy the chunks of a placement, and sum those that are to be summed: what ends the operation.
 
     size: bytes of a chunk. copy: moves the bytes of all places. Blocks until it has. Raises what `copy` raises;
