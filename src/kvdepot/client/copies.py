@@ -13,7 +13,7 @@ import msgspec
 
 from kvdepot.errors import LayoutError, ProtocolError, Unavailable
 from kvdepot.memory.arena_view import ArenaView
-from kvdepot.memory.extents import Bytes, checksum
+from kvdepot.memory.extents import checksum
 from kvdepot.protocol import wire
 
 COMPLETE_TRIES, BUSY_S = 20, 0.5
@@ -27,7 +27,7 @@ class Arenas:
         self._lock = threading.Lock()
         self._views: list[ArenaView] = []
 
-    def view(self, name: str, boot: bytes) -> ArenaView:
+    def of(self, name: str, boot: bytes) -> ArenaView:
         """The arena of a server's run, mapped once. Raises Unavailable or ArenaError."""
         with self._lock:
             found = next((view for view in self._views if view.key == (name, boot)), None)
@@ -38,11 +38,6 @@ class Arenas:
                     raise Unavailable(f"the arena cannot be mapped: {exc}") from exc
                 self._views = [*self._views[-1:], found]
             return found
-
-    def close(self) -> None:
-        """Forget them; each stays mapped until its last copy has ended."""
-        with self._lock:
-            self._views = []
 
 
 def read_placement(value: object) -> wire.Placement | None:
@@ -57,17 +52,17 @@ def read_placement(value: object) -> wire.Placement | None:
         raise ProtocolError(f"the server's placement is malformed: {exc}") from exc
 
 
-def carry(view: ArenaView, placement: wire.Placement, size: int, copy: Callable[[Bytes], None]) -> wire.Complete:
+def carry(view: ArenaView, placement: wire.Placement, size: int, copy: Callable[[ArenaView], None]) -> wire.Complete:
     """Copy the chunks of a placement, and sum what is to be summed. Returns the message that completes the operation.
 
-    size: bytes of a chunk. copy: copies all of them to or from the arena's bytes, which it is given; it must have
-    stopped when it returns or raises. Raises Unavailable if the server has been replaced, ProtocolError for places
-    outside the arena, and what `copy` raises; the operation is then completed with `give_back`.
+    size: bytes of a chunk. copy: moves the bytes of all places, and has stopped when it returns or raises. Raises
+    Unavailable if the server has been replaced, ProtocolError for places that are none, and what `copy` raises; the
+    operation is then completed with `give_back`.
     """
     check_places(view, placement, size)
-    with view.use(extent for place in placement.places for extent in place.extents) as memory:
-        copy(memory)
-        return wire.Complete(placement.operation, placement.boot, True, sums(memory, placement.places, size))
+    with view.use(extent for place in placement.places for extent in place.extents):
+        copy(view)
+        return wire.Complete(placement.operation, placement.boot, True, sums(view, placement.places, size))
 
 
 def give_back(placement: wire.Placement) -> wire.Complete:
@@ -85,6 +80,6 @@ def check_places(view: ArenaView, placement: wire.Placement, size: int) -> None:
             raise ProtocolError(f"the server's place {place.extents} is outside the arena of {end} bytes")
 
 
-def sums(memory: Bytes, places: Sequence[wire.Place], size: int) -> list[int]:
+def sums(view: ArenaView, places: Sequence[wire.Place], size: int) -> list[int]:
     """The checksum of each chunk of `size` bytes that is to be summed, and 0 of the others."""
-    return [checksum(memory, place.extents, size) if place.is_summed else 0 for place in places]
+    return [checksum(view.bytes, place.extents, size) if place.is_summed else 0 for place in places]

@@ -27,7 +27,6 @@ import enum
 import itertools
 import logging
 import os
-import select
 import threading
 import time
 import weakref
@@ -71,7 +70,7 @@ ANSWER_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.001
 """The pause between two looks at events doubles while nothing happens: each look takes the GIL from the engine."""
 _IDLE_S = 0.5
-"""An idle client looks this often for the server that it has lost."""
+"""Without events, the thread looks this often at what is overdue."""
 _CLOSE_S = 5.0
 _COMPLAIN_S = 30.0
 
@@ -480,7 +479,7 @@ class Lane:
             self._drop_overdue()
             goes_on |= self._complete_refused() | self._ask_ready()
             operation = self._copying = self._next_placed()
-            events, under_way = bool(self._waiting), bool(self._live)
+            events = bool(self._waiting)
         if operation is not None:
             self._copy_slice(operation)
             return 0.0
@@ -490,7 +489,7 @@ class Lane:
         if events:
             pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
             return pause_s
-        return CHECK_S if under_way else _IDLE_S
+        return _IDLE_S
 
     def _poll_events(self) -> bool:
         """Look which events have happened, each once: also those that several operations wait for."""
@@ -564,7 +563,7 @@ class Lane:
         if not arena[0]:
             return
         try:
-            view = self.arenas.view(*arena)
+            view = self.arenas.of(*arena)
         except KVDepotError as exc:
             log.info("the arena is not mapped yet: %s", exc)
             return
@@ -601,23 +600,23 @@ class Lane:
             operation.request, operation.blocks, operation.placement, operation.chunk_bytes,
         )  # fmt: skip
         assert placement is not None
-        view = self.arenas.view(placement.arena, placement.boot)
+        view = self.arenas.of(placement.arena, placement.boot)
         if not operation.pieces:
             check_places(view, placement, size)
             operation.pieces = operation.pieces_of(placement)
         start, end = operation.copied, operation.copied + max(1, blocks.task_bytes // size)
         pieces, places = operation.pieces[start:end], placement.places[start:end]
-        with view.use(extent for piece in pieces for extent in piece.extents) as memory:
+        with view.use(extent for piece in pieces for extent in piece.extents):
             if isinstance(request, wire.Compare):
                 found = compare(blocks, view, pieces, request.has_experts)
                 operation.differences += found
                 operation.sums += [
-                    checksum(memory, place.extents, size) if place.is_summed and each != [0.0] else 0
+                    checksum(view.bytes, place.extents, size) if place.is_summed and each != [0.0] else 0
                     for place, each in zip(places, found, strict=True)
                 ]
             else:
                 blocks.move(view, pieces, isinstance(request, wire.Store))
-                operation.sums += sums(memory, places, size)
+                operation.sums += sums(view, places, size)
         operation.copied += len(pieces)
 
     def _start(self) -> None:
@@ -641,9 +640,6 @@ class Lane:
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # engines bind the thread that started this to one CPU
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
-        poller = select.poll()
-        for fd in (self._wake_fd, *self._client.descriptors):
-            poller.register(fd, select.POLLIN)
         try:
             while self._closed is None:
                 try:
@@ -652,20 +648,19 @@ class Lane:
                     log.exception("the thread that copies KV failed; what it had to do is dropped")
                     self._recover(KVDepotError(f"the thread that copies failed: {exc!r}"))
                     pause_s = _IDLE_S
-                if pause_s:
-                    self._listen(poller, pause_s)
+                if pause_s < _LONGEST_PAUSE_S:  # the client waits for whole milliseconds
+                    time.sleep(pause_s)
+                else:
+                    self._client.wait(self._is_woken, pause_s, self._wake_fd)
         finally:
             self._release()
             self._ended.set()
 
-    def _listen(self, poller: select.poll, pause_s: float) -> None:
-        """Wait until something has arrived or was submitted."""
-        if pause_s < _LONGEST_PAUSE_S:  # `poll` counts milliseconds
-            time.sleep(pause_s)
-            pause_s = 0.0
-        poller.poll(pause_s * 1000)
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+    def _is_woken(self) -> bool:
+        try:
+            return os.eventfd_read(self._wake_fd) > 0
+        except BlockingIOError:
+            return bool(self._answers)
 
     def _recover(self, error: KVDepotError) -> None:
         """Drop all operations; what was placed is given back."""
@@ -684,7 +679,7 @@ class Lane:
         for blocks in memories.values():
             with contextlib.suppress(Exception):  # a device that is lost
                 blocks.close()
-        self.arenas.close()
+        self.arenas = Arenas()
         if fd >= 0:
             os.close(fd)
 
