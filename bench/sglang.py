@@ -1,15 +1,13 @@
 """Pages of SGLang: reads and writes of 128 pages beside one copy of the same bytes, and a query of 512 keys.
 
 What SGLang calls is driven as its storage threads do it (`PageStore`, on which the backend's methods are one line
-each), with a host pool of the same layout in a memory file; SGLang itself need not be installed. Each write is of keys
-that are new, so it moves all its bytes.
+each), with a host pool of the same layout; SGLang itself need not be installed. Each write is of keys that are new, so
+it moves all its bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import mmap
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -38,11 +36,7 @@ class HostPool:
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.page_size, self.size, self.size_per_token = page_size, pages * page_size, _LAYERS * _ROW * 2
-        fd = os.memfd_create("sglang_host_pool_bench")
-        os.ftruncate(fd, self.size * self.size_per_token)
-        self.file = mmap.mmap(fd, 0)
-        os.close(fd)
-        self.kv = torch.frombuffer(self.file, dtype=self.dtype).view(2, self.size, _LAYERS, _ROW // 2)
+        self.kv = torch.zeros((2, self.size, _LAYERS, _ROW // 2), dtype=self.dtype)
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         starts = [half[at].data_ptr() for at in indices[:: self.page_size].tolist() for half in self.kv]
@@ -55,7 +49,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
     """All figures of SGLang."""
     pool = HostPool(2 * _PAGES, 2 * scale.layers)  # pages of 64 tokens, 2 MiB each
     context: zmq.Context[Any] = zmq.Context()
-    server, echo = Serve(arena_gib=3 * len(pool.file) / 2**30), None
+    server, echo = Serve(arena_gib=3 * pool.kv.nbytes / 2**30), None
     gained: dict[str, list[float]] = {name: [] for name in ("copy", "get", "set", "exists", "round trip")}
     try:
         say("sglang: waiting for the arena to have its memory")

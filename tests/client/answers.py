@@ -9,16 +9,6 @@ from kvdepot.client.socket import MessagingFuture
 from kvdepot.protocol import wire
 
 
-class LivenessFile:
-    """Records its fence."""
-
-    def __init__(self) -> None:
-        self.fence = 0
-
-    def raise_fence(self, ticket: int) -> None:
-        self.fence = max(self.fence, ticket)
-
-
 class Answering:
     """Stands in for client.socket.Client. The test answers the oldest open request."""
 
@@ -29,7 +19,6 @@ class Answering:
         self.wants_tokens = False
         self.lookup_s = 0.0
         self.hint_limits = (3600, 50)
-        self.liveness = LivenessFile()
         self.asked: list[wire.Request] = []
         self._futures: list[MessagingFuture[Any]] = []
 
@@ -50,5 +39,5 @@ class Answering:
     def pump(self) -> None:
         pass
 
-    def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
+    def wait(self, done: Callable[[], bool], timeout_s: float, also: int | None = None) -> bool:
         return done()

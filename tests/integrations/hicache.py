@@ -1,11 +1,8 @@
-"""A host pool like SGLang's, without SGLang: pages in a memory file, in each of its layouts."""
+"""A host pool like SGLang's, without SGLang, in each of its layouts."""
 
 from __future__ import annotations
 
 import math
-import mmap
-import os
-import uuid
 
 import torch
 
@@ -23,11 +20,7 @@ class Pool:
             "page_first_direct": ((2, pages, layers, page_size, *row), 1),
         }[layout]
         self.size_per_token = 2 * layers * math.prod(row) * 4
-        fd = os.memfd_create(f"sglang_host_pool_{uuid.uuid4().hex}")
-        os.ftruncate(fd, math.prod(shape) * 4)
-        self.file = mmap.mmap(fd, 0)
-        os.close(fd)
-        self.kv = torch.frombuffer(self.file, dtype=torch.float32).view(shape)
+        self.kv = torch.zeros(shape, dtype=self.dtype)
 
     def page(self, number: int) -> torch.Tensor:
         return self.kv.select(self.page_axis, number)

@@ -38,7 +38,6 @@ class TestSettings:
             ({"kvdepot.start": "always"}, "kvdepot.start is 'always', not one of auto, never"),
             ({"kvdepot.url": "http://x"}, "kvdepot.url: "),
             ({"interface_v1": None}, 'add "interface_v1": 1 to --hicache-storage-backend-extra-config, given in the'),
-            ({"allocator": "default"}, 'add "allocator": "shm" to --hicache-storage-backend-extra-config'),
         ],
     )
     def test_wrong_ones_are_refused_with_what_to_do(self, more: dict[str, object], message: str) -> None:

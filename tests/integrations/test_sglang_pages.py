@@ -128,6 +128,15 @@ class TestCopies:
             with pytest.raises(BadRequest, match="are not 2 pages of 4"):
                 store.set(KV, keys(2), slots)
 
+    def test_pages_that_are_not_the_pools_or_named_twice_are_refused(self, depot: Depot, open_store: Open) -> None:
+        pool, names = Pool(), keys(2, "wrong")
+        store = open_store(depot, pool, model="wrong")
+        for pages in ((0, 16), (-1, 3), (5, 5)):
+            for call in (store.get, store.set):
+                with pytest.raises(BadRequest, match="are not 2 of the 16"):
+                    call(KV, names, pool.slots(*pages))
+        assert store.exists(KV, names) == 0
+
     def test_the_server_counts_what_sglang_asked_for_found_and_loaded(
         self, start_depot: StartDepot, open_store: Open
     ) -> None:
@@ -226,7 +235,8 @@ class TestFaults:
         finally:
             os.kill(depot.process.pid, signal.SIGCONT)
         eventually(lambda: missed(lambda: store.exists(KV, names)) == 2)
-        assert store.exists(KV, keys(1, "late")) == 0  # the fence has voided it
+        assert store.exists(KV, keys(1, "late")) == 0  # what was placed after its call has been given back
+        eventually(lambda: not depot.status()["operations"])
         assert store.get(KV, names, pool.slots(2, 3)) == [True, True]
 
     def test_a_store_without_a_server_is_connected_when_there_is_one(
@@ -251,12 +261,6 @@ def missed(call: Callable[[], Any], value: Any = 0) -> Any:
 
 
 class TestPoolsThatAreRefused:
-    def test_a_pool_in_other_memory(self) -> None:
-        pool = Pool()
-        pool.kv = torch.zeros_like(pool.kv)
-        with pytest.raises(LayoutError, match="kv 0 is not in a memory file"):
-            PagePool(pool, KV, (1, 0))
-
     def test_a_pool_that_does_not_name_all_its_bytes(self) -> None:
         pool = Pool()
         pool.size_per_token += 1

@@ -157,7 +157,7 @@ depot = kvdepot.connect("embedded")
 ns = open_namespace(depot, "1")
 assert put(ns, 1) == check(ns, 1) > 0
 kvdepot.kept, sys.kept = (depot, ns), dict(sys.modules)  # so they go after other modules have been cleared
-print(depot._link._view.key[0], depot.status().pid, flush=True)
+print(depot._link._client.arena[0], depot.status().pid, flush=True)
 if sys.argv[1] == "close":
     depot.close()
     depot.close()

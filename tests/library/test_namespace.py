@@ -18,7 +18,6 @@ from numpy.lib.stride_tricks import as_strided
 import kvdepot
 from kvdepot import Shape, State
 from kvdepot.errors import BadRequest, Unavailable
-from kvdepot.library.namespace import _copy_all
 from kvdepot.library.shapes import ITEM_BYTES
 from kvdepot.memory import shm
 from tests.conftest import HANG_S, Depot, StartDepot
@@ -767,25 +766,3 @@ def test_a_namespace_says_what_to_do_once_its_depot_is_closed(server: Depot) -> 
 def test_a_server_that_is_not_there_is_told_at_once(tmp_path: Any) -> None:
     with pytest.raises(Unavailable, match="kvdepot serve"):
         kvdepot.connect(f"ipc://{tmp_path}/none.sock")
-
-
-def test_an_error_in_a_copying_thread_reaches_the_caller() -> None:
-    started = threading.Barrier(2, timeout=30)
-
-    def copy(place: Any) -> None:
-        started.wait()
-        if threading.current_thread() is not threading.main_thread():
-            raise MemoryError("no room")
-
-    with pytest.raises(MemoryError):
-        _copy_all(copy, [1, 2], 2)
-
-
-def test_without_more_threads_the_caller_copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    copied: list[int] = []
-    _copy_all(copied.append, [1, 2, 3], 4)
-    assert copied == [1, 2, 3]

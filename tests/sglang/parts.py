@@ -79,7 +79,7 @@ def extra(url: str, **more: object) -> dict[str, Any]:
     """The extra config of the documentation, for a server at `url`."""
     return {
         "backend_name": "kvdepot", "module_path": "kvdepot.integrations.sglang", "class_name": "KVDepotHiCache",
-        "interface_v1": 1, "allocator": "shm", "kvdepot.url": url, **more,
+        "interface_v1": 1, "kvdepot.url": url, **more,
     }  # fmt: skip
 
 
@@ -91,8 +91,8 @@ def device_pool(kind: str = "mha") -> Any:
     return MHATokenToKVPool(**sizes, **place, head_num=2, head_dim=8)
 
 
-def host_pool(device: Any, layout: str = "page_first", allocator: str = "shm") -> Any:
-    """SGLang's host pool of a device pool, in a memory file unless another allocator is named, with random bytes."""
+def host_pool(device: Any, layout: str = "page_first", allocator: str = "default") -> Any:
+    """SGLang's host pool of a device pool, with random bytes."""
     kind = MLATokenToKVPoolHost if isinstance(device, MLATokenToKVPool) else MHATokenToKVPoolHost
     options: dict[str, Any] = {"pin_memory": False, "allocator_type": allocator}
     describe = getattr(device, "_mla_buffer_info" if kind is MLATokenToKVPoolHost else "_mha_buffer_info", None)
@@ -112,7 +112,7 @@ def mamba_pool() -> Any:
     if not hasattr(device_pool_info, "MambaStateBufferInfo"):
         pytest.skip("this version of SGLang makes pools of states in another way")
     states = device_pool_info.MambaStateBufferInfo(temporal=torch.zeros(2, 8, 4, 8), conv=(torch.zeros(2, 8, 16),))
-    options: dict[str, Any] = {"pin_memory": False, "allocator_type": "shm", "layout": "page_first"}
+    options: dict[str, Any] = {"pin_memory": False, "allocator_type": "default", "layout": "page_first"}
     pool = MambaPoolHost(states, 2.0, 0, device_capacity=8, **options)
     for part in (pool.temporal_buffer, *pool.conv_buffer):
         part.copy_(torch.rand(part.shape))

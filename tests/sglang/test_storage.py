@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvdepot.errors import ConfigError, LayoutError, Unavailable
+from kvdepot.errors import ConfigError, Unavailable
 from tests.conftest import HANG_S, Depot, StartDepot, ends, eventually, suspend
 from tests.sglang import parts
 from tests.sglang.parts import (
@@ -305,11 +305,18 @@ class TestOtherMethods:
         assert made.clear() and made.batch_exists(names) == 0
 
 
-class TestRefusedAtTheStart:
-    def test_a_pool_that_is_not_shared(self, depot: Depot, make: Callable[..., Any]) -> None:
-        with pytest.raises(LayoutError, match="kv 0 is not in a memory file"):
-            make(config(depot.url), ("kv", host_pool(device_pool(), allocator="default")))
+class TestMemory:
+    def test_pages_pass_between_engines_whose_pools_are_in_different_memory(
+        self, depot: Depot, make: Callable[..., Any]
+    ) -> None:
+        pools = [host_pool(device_pool(), allocator=allocator) for allocator in ("default", "shm")]
+        names, slots = hashes(131, 132), torch.arange(2 * PAGE)
+        one, other = (make(config(depot.url), ("kv", pool)) for pool in pools)
+        assert one.batch_set_v1(names, slots) == other.batch_get_v1(names, slots + PAGE) == [True, True]
+        assert torch.equal(pools[0].kv_buffer[:, : 2 * PAGE], pools[1].kv_buffer[:, PAGE : 3 * PAGE])
 
+
+class TestRefusedAtTheStart:
     def test_a_drafter_with_keys_and_values_per_rank_beside_mla(self, depot: Depot, make: Callable[..., Any]) -> None:
         made = make(config(depot.url, (0, 2), True), ("kv", host_pool(device_pool("mla"))))
         with pytest.raises(ConfigError, match=r"SGLang stores one rank's only. Start without that draft model"):

@@ -36,7 +36,7 @@ class OwnClient(Client):
 
 def ask(client: Client, request: wire.Request, kind: type[T], deadline_s: float = ANSWER_S) -> MessagingFuture[T]:
     """Send a message whose answer is of this type; another one is a ProtocolError. Never blocks."""
-    return client.ask(request, partial(_convert, type(request).__name__, kind), deadline_s)
+    return client.ask(request, partial(convert, request, kind), deadline_s)
 
 
 def answer(client: Client, request: wire.Request, kind: type[T], timeout_s: float = ANSWER_S) -> T:
@@ -44,8 +44,9 @@ def answer(client: Client, request: wire.Request, kind: type[T], timeout_s: floa
     return ask(client, request, kind, timeout_s).result(timeout_s)
 
 
-def _convert(request: str, kind: type[T], value: object) -> T:
+def convert(request: wire.Request, kind: type[T], value: object) -> T:
+    """The answer to a message as a value of this type. Raises ProtocolError for another one."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as exc:
-        raise ProtocolError(f"the answer to {request} is not of this version: {exc}") from exc
+        raise ProtocolError(f"the answer to {type(request).__name__} is not of this version: {exc}") from exc

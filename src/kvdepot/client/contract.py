@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import logging
 import os
 import threading
 from collections import OrderedDict
@@ -19,18 +20,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import msgspec
 import zmq
 
-from kvdepot.client.connection import DEADLINE_S
-from kvdepot.client.device_events import EventQueue
 from kvdepot.client.socket import CONNECT_S, Client, MessagingFuture, check_type
 from kvdepot.client.transfer import pack_block_ids
-from kvdepot.errors import BadRequest, LayoutError
+from kvdepot.errors import BadRequest, DeviceError, LayoutError
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import Key
 from kvdepot.protocol.keys import HASH_BYTES, ROOT, ChunkChain, engine_hash
-from kvdepot.protocol.layout import TensorView, build_layout, find_block_axes
+from kvdepot.protocol.layout import Layout, TensorView, build_layout, find_block_axes
 
 if TYPE_CHECKING:
     import torch
+
+    from kvdepot.client.lane import BlockIds, Lane
+    from kvdepot.devices.blocks import BlockMemory
 
 __all__ = [
     "IPCCacheEngineKey",
@@ -43,7 +45,11 @@ __all__ = [
     "wrap_kv_caches",
 ]
 
+log = logging.getLogger(__name__)
+
 _MAX_CHAINS = 1024
+_GIVE_UP_S = 1.0
+"""Copies of tensors that are unregistered may take this long to end before they are voided."""
 
 
 class RequestType(enum.Enum):
@@ -58,7 +64,7 @@ class RequestType(enum.Enum):
     STORE = "store"
     """`[keys, instance_id, block_ids: list[int], event_handle: bytes]` -> bool
 
-    event_handle: `ipc_handle()` of the CUDA event to wait for; empty: nothing to wait for."""
+    event_handle: if it is not empty, the copy waits for the work that was queued before this call."""
     RETRIEVE = "retrieve"
     """as STORE -> list[bool], one per key"""
     END_SESSION = "end_session"
@@ -116,31 +122,47 @@ class IPCCacheEngineKey:
 
 
 class KVCacheHandle:
-    """The shareable handle of one layer's paged KV tensor, with which another process maps it.
+    """Refers to one layer's paged KV tensor within this process, whose client copies it; nothing is moved or shared.
 
-    A CPU tensor's storage moves into POSIX shared memory: every torch tensor on that storage moves with it and stays
-    valid, but its old memory is freed. Addresses held outside torch (a NumPy array or memoryview of the tensor, a
-    DLPack import, a stored `data_ptr()`) then point at freed memory: take those afterwards. What can be detected is
-    refused: a tensor on memory of NumPy, a buffer or a mapped file, one already in shared memory, and one of which a
-    NumPy array is alive. DLPack exports and stored addresses cannot be detected. Blocks while it copies the storage. A
-    CUDA tensor's allocation is exported as it is. Raises LayoutError or DeviceError for tensors that cannot be shared;
-    the message says what to do.
+    Raises LayoutError for tensors that cannot be copied; the message says why.
     """
 
-    __slots__ = ("view",)
+    __slots__ = ("tensor", "view")
 
     def __init__(self, tensor: torch.Tensor, name: str = "") -> None:
-        from kvdepot.devices import share
+        from kvdepot.devices import describe
 
-        self.view: TensorView = share(tensor, name)
+        self.view: TensorView = describe(tensor, name)
+        self.tensor = tensor
+
+    def __reduce__(self) -> str:
+        raise BadRequest(f"the handle of {self.view.name or 'a tensor'} cannot leave its process, which copies the KV")
 
 
 def wrap_kv_caches(kv_caches: dict[str, torch.Tensor]) -> list[KVCacheHandle]:
-    """One shareable handle per layer, in dict order. Raises LayoutError unless given a dict of names and tensors."""
+    """One handle per layer, in dict order. Raises LayoutError unless given a dict of names and tensors."""
     if not isinstance(kv_caches, dict):
         kind = f"{type(kv_caches).__module__}.{type(kv_caches).__qualname__}"
         raise LayoutError(f"KV tensors are registered as a dict of layer names and tensors, not as {kind}")
     return [KVCacheHandle(tensor, name) for name, tensor in kv_caches.items()]
+
+
+def open_tested(layout: Layout, tensors: Iterable[torch.Tensor]) -> tuple[list[BlockMemory], str]:
+    """The memory of these tensors' blocks, which random bytes have passed both ways; or none, and what is wrong with
+    their device, which is logged. Blocks some milliseconds. Raises LayoutError."""
+    from kvdepot.devices import open_blocks
+    from kvdepot.devices.self_test import test_blocks
+
+    blocks: list[BlockMemory] = []
+    try:
+        blocks.append(open_blocks(layout, tensors))
+        test_blocks(blocks)
+    except DeviceError as exc:
+        log.warning("this engine runs without a cache: %s", exc)
+        for each in blocks:
+            each.close()
+        return [], str(exc)
+    return blocks, ""
 
 
 def striding_block_hashes(block_hashes: list[bytes], blocks_in_chunk: int) -> Iterable[bytes]:
@@ -216,8 +238,10 @@ class Translated(msgspec.Struct):
 
     request: wire.Request
     convert: Callable[[object], object] = lambda value: value
+    block_ids: list[BlockIds] = []
+    """Of a store or retrieve, for each of its shards."""
     after_device: bool = False
-    """Whether to send it only after all work queued on the tensors' device so far."""
+    """Whether to copy only after all work queued on the tensors' device so far."""
 
 
 Naming: TypeAlias = Callable[[IPCCacheEngineKey], tuple[bytes, int, bytes]]
@@ -231,10 +255,6 @@ def translate(
     naming: Naming = partial(_name_chunks, chunk_size, chains)
     try:
         match request_type:
-            case RequestType.REGISTER_KV_CACHE:
-                instance, handles = payloads
-                views = [handle.view for handle in handles]
-                return Translated(wire.Register(instance, build_layout(views, find_block_axes(views))))
             case RequestType.UNREGISTER_KV_CACHE:
                 return Translated(wire.Unregister(payloads[0]))
             case RequestType.LOOKUP:
@@ -279,6 +299,8 @@ def _translate_lookup(keys: IPCCacheEngineKey | Sequence[IPCCacheEngineKey], nam
 
 
 def _translate_transfer(request_type: RequestType, payloads: list[Any], naming: Naming) -> Translated | None:
+    from kvdepot.client.lane import BlockIds  # commands, which import this module, start sooner without numpy
+
     keys, instance, block_ids, event_handle = payloads
     if not all(isinstance(key, IPCCacheEngineKey) for key in keys):
         raise BadRequest("keys must be a list of IPCCacheEngineKey")
@@ -290,9 +312,10 @@ def _translate_transfer(request_type: RequestType, payloads: list[Any], naming: 
         raise BadRequest(f"{len(block_ids)} block ids for {sum(counts)} chunks")
     blocks, packed = len(block_ids) // sum(counts), pack_block_ids(block_ids)
     shards: list[wire.Shards] = []
+    ids: list[bytes] = []
     done = 0
     for key, (parent, depth, hashes), count in zip(keys, named, counts, strict=True):
-        ids = packed[4 * blocks * done : 4 * blocks * (done + count)]
+        own = packed[4 * blocks * done : 4 * blocks * (done + count)]
         done += count
         if not count:
             continue
@@ -302,33 +325,23 @@ def _translate_transfer(request_type: RequestType, payloads: list[Any], naming: 
         last = shards[-1] if shards else None
         is_next = last is not None and whose == (last.request, last.model, last.world_size, last.rank)
         if last is not None and is_next and not parent and not last.parent:
-            shards[-1] = msgspec.structs.replace(last, hashes=last.hashes + hashes, block_ids=last.block_ids + ids)
+            shards[-1] = msgspec.structs.replace(last, hashes=last.hashes + hashes)
+            ids[-1] += own
         else:
-            shards.append(wire.Shards(*whose, parent, depth, hashes, ids))
+            shards.append(wire.Shards(*whose, parent, depth, hashes, blocks))
+            ids.append(own)
+    block_ids = [BlockIds.unpack(each) for each in ids]
     # The process that made an event cannot open its handle. But the work before the event is already queued on the
-    # device, and we can wait for the device.
+    # device, so an event that is recorded now comes after it.
     after_device = bool(event_handle)
     if request_type is RequestType.STORE:
-        return Translated(wire.Store(instance, 0xFFFFFFFFFFFFFFFF, shards), after_device=after_device)
+        return Translated(wire.Store(instance, shards), block_ids=block_ids, after_device=after_device)
 
     def per_key(value: object) -> list[bool]:
         results = iter(check_type(value, list))
         return [count > 0 and all(list(itertools.islice(results, count))) for count in counts]
 
-    return Translated(wire.Retrieve(instance, shards), per_key, after_device)
-
-
-@dataclass(frozen=True, slots=True)
-class _DeviceWork:
-    """All work that this process has queued on a device so far, as an event. `query` blocks until it is done."""
-
-    device: str
-
-    def query(self) -> bool:
-        from kvdepot.devices import finish
-
-        finish(self.device)
-        return True
+    return Translated(wire.Retrieve(instance, shards), per_key, block_ids, after_device)
 
 
 class MessageQueueClient(Client):
@@ -337,18 +350,31 @@ class MessageQueueClient(Client):
     def __init__(self, server_url: str, context: zmq.Context[zmq.Socket[bytes]], *, key: str | Key = "") -> None:
         super().__init__(server_url, context, key=key, engine=f"{os.uname().nodename}:{os.getpid()}")
         self.chains = PromptChains()
-        self._device_events = EventQueue("kvdepot-device-work")
-        self._device_work: dict[str, _DeviceWork] = {}  # one per device: requests that wait together wait once
+        self._lane: Lane | None = None
+        self._making = threading.Lock()
+
+    @property
+    def lane(self) -> Lane:
+        """Copies the blocks of tensors that were registered by requests of the contract."""
+        from kvdepot.client.lane import Lane
+
+        with self._making:
+            if self._lane is None:
+                self._lane = Lane(self)
+            return self._lane
 
     def submit_request(
         self, request_type: RequestType, payloads: list[Any], response_cls: type[object] | None = None
     ) -> MessagingFuture[Any]:
         """Send a request of the contract, with the payloads listed at RequestType.
 
-        Blocks, 5 s at most, only while the chunk size is not known. Raises BadRequest for wrong payloads, Unavailable
-        where no server tells its chunk size.
+        Blocks, 5 s at most, only while the chunk size is not known; to register, for the milliseconds of a test of the
+        copies; to unregister, until copies have ended, 1 s at most. Raises BadRequest for wrong payloads, LayoutError
+        for tensors that cannot be described, Unavailable where no server tells its chunk size.
         """
         expected = get_response_class(request_type) if response_cls is None else response_cls
+        if request_type is RequestType.REGISTER_KV_CACHE:
+            return self._register(payloads, expected)
         needs_chunk_size = request_type in (RequestType.LOOKUP, RequestType.STORE, RequestType.RETRIEVE)
         if needs_chunk_size and not self.chunk_size:
             self.learn_chunk_size(CONNECT_S)
@@ -357,24 +383,40 @@ class MessageQueueClient(Client):
             return MessagingFuture.resolved(nothing_to_do(request_type, payloads))
         return self.submit_call(call, expected)
 
+    def _register(self, payloads: list[Any], expected: type[object]) -> MessagingFuture[Any]:
+        try:
+            instance, handles = payloads
+            views = [handle.view for handle in handles]
+            layout = build_layout(views, find_block_axes(views))
+        except (ValueError, TypeError, AttributeError) as exc:
+            raise BadRequest(f"payloads of {RequestType.REGISTER_KV_CACHE.name}: {exc}") from exc
+        blocks, fault = open_tested(layout, [handle.tensor for handle in handles])
+        for each in blocks:
+            self.lane.add(instance, each)
+        return self.ask(wire.Register(instance, layout.format, fault=fault), partial(check_type, expected=expected))
+
     def submit_call(self, call: Translated, expected: type[object]) -> MessagingFuture[Any]:
-        """Send a request that has been translated; its answer must be `expected`. Never blocks."""
-        future: MessagingFuture[object] = MessagingFuture(self, lambda value: check_type(call.convert(value), expected))
+        """Send a request that has been translated; its answer must be `expected`. Blocks as `submit_request`."""
         request = call.request
-        device = ""
-        if call.after_device and isinstance(request, wire.Store | wire.Retrieve):
-            device = self._connection.requests.device(request.instance)
-        if device:
-            work = self._device_work.setdefault(device, _DeviceWork(device))
-            self._device_events.put(work, partial(self._ask, request, future, None), future._finish)
-        else:
-            self._ask(request, future, DEADLINE_S)
-        return future
+
+        def convert(value: object) -> object:
+            return check_type(call.convert(value), expected)
+
+        if isinstance(request, wire.Store | wire.Retrieve):
+            from kvdepot.devices import record_event
+
+            memory = self.lane.memory(request.instance)
+            event = record_event(memory.device) if call.after_device and memory is not None else None
+            return self.lane.submit(request, call.block_ids, event, convert)
+        if isinstance(request, wire.Unregister):
+            self.lane.remove(request.instance, _GIVE_UP_S)
+        return self.ask(request, convert)
 
     def close(self) -> None:
         """Close the connection; requests under way fail with Unavailable. Safe twice.
 
-        Blocks 0.2 s at most; 5 s more where requests wait for a device that does not finish its work.
+        Blocks 0.2 s at most; 5 s more for a device that hangs in a copy, and then the connection stays open: a server
+        gives the memory of a client that has left to others.
         """
-        self._device_events.stop()
-        super().close()
+        if self._lane is None or self._lane.close():
+            super().close()

@@ -7,9 +7,10 @@ client/worker.py) under the contract's names. They decide nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -21,6 +22,7 @@ from kvdepot.client.contract import (
     MessageQueueClient,
     RequestType,
     get_response_class,
+    open_tested,
     striding_block_hashes,
     wrap_kv_caches,
 )
@@ -245,6 +247,9 @@ def _tokens(outcome: LookupOutcome) -> int | None:
 class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
     """A worker's side: stores blocks of one rank and retrieves chunks into them. Used by one thread."""
 
+    kv_caches: Mapping[str, torch.Tensor] = MappingProxyType({})
+    """The registered tensors, by layer."""
+
     @property
     def store_futures(self) -> dict[str, list[Submitted[bool]]]:
         """Stores under way, by request id."""
@@ -266,12 +271,12 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
         return self.repeated
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor], block_axes: Sequence[int] | None = None) -> None:
-        """Share the paged KV tensors (layer name -> tensor) with the server; returns when it has mapped them.
+        """Register the paged KV tensors (layer name -> tensor): this process copies them from now on.
 
-        CPU tensors' storage moves into shared memory; see KVCacheHandle for what stays valid. block_axes: each tensor's
-        block axis; without it, the shapes must show it (`[num_blocks, ...]` or `[2, num_blocks, ...]`). Blocks 30 s at
-        most. Raises LayoutError, with the shapes, for tensors that cannot be described or shared, or that have fewer
-        blocks than a chunk, so that nothing could be stored.
+        block_axes: each tensor's block axis; without it, the shapes must show it (`[num_blocks, ...]` or
+        `[2, num_blocks, ...]`). Blocks 30 s at most. Raises LayoutError, with the shapes, for tensors that cannot be
+        described, or that have fewer blocks than a chunk, so that nothing could be stored. If their device fails in a
+        test of the copies, this logs a warning, and the engine runs without a cache.
         """
         views = [handle.view for handle in wrap_kv_caches(kv_caches)]
         axes = find_block_axes(views, self.spec.block_tokens) if block_axes is None else list(block_axes)
@@ -283,7 +288,9 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
                 f"{layout.num_blocks}, and no chunk of {self.blocks_in_chunk} blocks could be stored. Name the block "
                 "axis (block_axes=...), or register tensors with more blocks"
             )
-        self.register([layout], kv_caches)
+        blocks, fault = open_tested(layout, kv_caches.values())
+        self.kv_caches = kv_caches
+        self.register([layout], blocks, fault)
 
     def submit_store_request(self, request_id: str, op: LoadStoreOp, event: DeviceEvent | None) -> None:
         """Copy `op.block_ids` into the depot under the op's keys. Never blocks.
@@ -350,5 +357,5 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
         return self.take_failed_blocks()
 
     def shutdown(self) -> None:
-        """Unregister and close the connection. Safe twice and without a server; blocks 5 s at most."""
+        """End all copies, unregister and close the connection. Safe twice and without a server; blocks 10 s at most."""
         self.close()

@@ -6,8 +6,10 @@ deadline:
     APART       no server serves us                   the earliest time of the next hello
     GREETING    our hello is sent                     when its answer is overdue
     PROVING     our own proof is sent                 when its answer is overdue
-    RECOVERING  our registrations are being renewed   when their answers are overdue
     SERVING     requests go out as they come          when the server has been silent, so its lock is checked
+
+The registrations that a new server lacks need no phase: they are the first requests that it is sent, and one that is
+lost shows in the refusal of the first copy.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ class Phase(enum.Enum):
     APART = enum.auto()
     GREETING = enum.auto()
     PROVING = enum.auto()
-    RECOVERING = enum.auto()
     SERVING = enum.auto()
     CLOSED = enum.auto()
 
@@ -32,8 +33,6 @@ class Change(enum.Enum):
     """The server has proved itself, and our own proof was sent."""
     WELCOME = enum.auto()
     """The server has admitted us."""
-    RECOVER = enum.auto()
-    """The server has answered our withdrawals and registrations."""
     LOSE = enum.auto()
     """The server is gone, silent, or does not know us, or the connection broke."""
     CLOSE = enum.auto()
@@ -42,8 +41,7 @@ class Change(enum.Enum):
 TRANSITIONS: dict[Phase, dict[Change, Phase]] = {
     Phase.APART: {Change.GREET: Phase.GREETING, Change.CLOSE: Phase.CLOSED},
     Phase.GREETING: {Change.PROVE: Phase.PROVING, Change.LOSE: Phase.APART, Change.CLOSE: Phase.CLOSED},
-    Phase.PROVING: {Change.WELCOME: Phase.RECOVERING, Change.LOSE: Phase.APART, Change.CLOSE: Phase.CLOSED},
-    Phase.RECOVERING: {Change.RECOVER: Phase.SERVING, Change.LOSE: Phase.APART, Change.CLOSE: Phase.CLOSED},
+    Phase.PROVING: {Change.WELCOME: Phase.SERVING, Change.LOSE: Phase.APART, Change.CLOSE: Phase.CLOSED},
     Phase.SERVING: {Change.LOSE: Phase.APART, Change.CLOSE: Phase.CLOSED},
     Phase.CLOSED: {},
 }

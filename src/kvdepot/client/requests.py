@@ -1,20 +1,38 @@
-"""A client's requests under way, in the order in which they were asked, and the registrations that servers are to
-have."""
+"""A client's requests under way, in the order in which they were asked, and the law of lost answers.
+
+An answer is lost with the connection, or with its server. What becomes of the request depends on its kind alone, and on
+nothing but `PendingRequest.waits` and `PendingRequest.repeats_at`, the columns of this table:
+
+    request                    while no server can be asked                   once a server welcomes us (again)
+    Store, Retrieve, Compare   waits while its server runs, then GRACE_S      sent again; to one other server at most
+    Complete                   waits while its server runs, then GRACE_S      sent again
+    EndSession                 waits                                          sent again
+    Lookup                     waits for GRACE_S                              sent again, unless its session has ended
+    Register, Unregister       waits for GRACE_S                              sent again, unless a later one replaces it
+    others                     fails at once: it may have been carried out    fails
+    not sent yet               waits for GRACE_S                              sent
+
+A server that was sent a copy may have placed it, and then holds memory until the copy is completed. It answers a copy
+that is sent again, under the same number, with the same Placement. So a copy never fails while its server runs: nobody
+would complete it. To another server it is a new copy, and could be what ends servers one after the other. A Complete is
+UnknownRequest there.
+
+Registrations outlive their requests. Each server that welcomes us is sent all of them before anything else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvdepot.errors import DeadlineExceeded, KVDepotError, Unavailable
+from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable, UnknownClient
 from kvdepot.protocol import wire
-from kvdepot.protocol.layout import BY_CLIENT
 
 COPY = wire.Store | wire.Retrieve | wire.Compare
-_LATE = wire.EndSession | wire.Complete
-"""Requests that a live server must get, however late: else it keeps what they release."""
-_REPEATABLE = wire.Lookup | wire.Unregister | _LATE
+HELD = COPY | wire.Complete
+"""Requests whose server holds memory for them. They have no deadline."""
+_REPEATED = HELD | wire.EndSession | wire.Lookup | wire.Register | wire.Unregister
 
 Done: TypeAlias = Callable[[object], None]
 """Called once with the outcome of a request: its value, or a KVDepotError."""
@@ -29,17 +47,29 @@ class PendingRequest:
     done: Done
     deadline: float
     born: float
+    server: bytes = b""  # the run of a server that may be working on it; empty: none is
+    has_moved: bool = False  # it was sent to another server before
     refusals: int = 0  # how often a server has said that it does not know us
     may_repeat: bool = True
-    """Whether it may be sent again when its answer is lost. A copy may once: it may be what crashes the server. A
-    lookup may not once its session has ended, as nothing would release its pins, or once it was hurried, as it would
-    end the pins of the later one."""
+    """Not a lookup whose session has ended, as nothing would release its pins, or that was hurried, as it would end the
+    pins of the later one; and no registration or withdrawal that a later one replaces."""
 
+    def waits(self, is_returning: bool, running: bytes) -> bool:
+        """Whether it waits while no server can be asked. is_returning: a server was lost less than GRACE_S ago.
+        running: the run of the server that welcomed us last; empty if that is gone."""
+        if isinstance(self.request, wire.EndSession):
+            return True
+        if isinstance(self.request, HELD) and self.server and self.server == running:
+            return True
+        return is_returning and (not self.server or self._is_repeated())
 
-@dataclass(slots=True)
-class _Registration:
-    request: wire.Register
-    is_withdrawn: bool = False  # no server is to map it again
+    def repeats_at(self, server: bytes) -> bool:
+        """Whether it is sent again to the server that has welcomed us."""
+        is_spent = isinstance(self.request, COPY) and self.has_moved and self.server != server
+        return self._is_repeated() and not is_spent
+
+    def _is_repeated(self) -> bool:
+        return self.may_repeat and isinstance(self.request, _REPEATED)
 
 
 class Requests:
@@ -48,55 +78,55 @@ class Requests:
     def __init__(self) -> None:
         self.pending: dict[int, PendingRequest] = {}
         self.parked: set[int] = set()
-        self._registrations: dict[int, _Registration] = {}  # by instance
+        self.registrations: dict[int, wire.Register] = {}
+        """By instance: what every server is to have."""
+
+    def add(self, number: int, item: PendingRequest) -> None:
+        """Park a request until it can be sent."""
+        if isinstance(item.request, wire.Complete):
+            item.server = item.request.boot
+        self.pending[number] = item
+        self.parked.add(number)
 
     def note(self, request: wire.Request) -> None:
-        """Record how a request that is about to be made changes registrations, and requests under way."""
+        """Record how a request that is about to be added changes registrations, and requests under way."""
         match request:
             case wire.Register():
-                self._registrations[request.instance] = _Registration(request)
-            case wire.Unregister() if request.instance in self._registrations:
-                self._registrations[request.instance].is_withdrawn = True
-                for number in sorted(self.parked & self.pending.keys()):  # not sent: must not follow the withdrawal
-                    unsent = self.pending[number].request
-                    if isinstance(unsent, wire.Register) and unsent.instance == request.instance:
-                        self.end(number, Unavailable("its tensors were withdrawn before a server had them"))
+                self.registrations[request.instance] = request
+                self._replace(wire.Unregister, request.instance, None)
+            case wire.Unregister():
+                self.registrations.pop(request.instance, None)
+                withdrawn = Unavailable("its tensors were withdrawn before a server had them")
+                self._replace(wire.Register, request.instance, withdrawn)
             case wire.EndSession() | wire.Lookup(hurries=True):
                 for item in self.pending.values():
                     if isinstance(item.request, wire.Lookup) and item.request.request == request.request:
                         item.may_repeat = False
 
-    def registration(self, instance: int) -> wire.Register | None:
-        """The registration under a number, unless it is being withdrawn."""
-        known = self._registrations.get(instance)
-        return known.request if known is not None and not known.is_withdrawn else None
+    def _replace(self, kind: type[wire.Register | wire.Unregister], instance: int, outcome: object) -> None:
+        """Let no request of this kind follow the one that is about to be made of the same tensors."""
+        for number, item in list(self.pending.items()):
+            if isinstance(item.request, kind) and item.request.instance == instance:
+                item.may_repeat = False
+                if number in self.parked:
+                    self.end(number, outcome)
 
-    def device(self, instance: int) -> str:
-        """The device of the tensors registered under a number: a GPU's UUID, empty for the processor's memory."""
-        known = self._registrations.get(instance)
-        return known.request.layout.device if known is not None else ""
+    def settle(self, request: wire.Register, value: object) -> None:
+        """A registration was answered: forget one that a server has refused for what it is."""
+        is_refused = isinstance(value, KVDepotError) and not isinstance(value, Busy | Unavailable | UnknownClient)
+        if is_refused and self.registrations.get(request.instance) is request:
+            del self.registrations[request.instance]
 
-    def settle(self, request: wire.Register | wire.Unregister, value: object) -> None:
-        """A registration or withdrawal was answered: forget what no server has, or is to have, any more."""
-        if isinstance(value, KVDepotError) == isinstance(request, wire.Register):
-            self._registrations.pop(request.instance, None)
+    def unasked_registrations(self) -> list[wire.Register]:
+        """Registrations without a request under way, which a server that has just welcomed us lacks."""
+        asked = {id(item.request) for item in self.pending.values()}
+        return [each for each in self.registrations.values() if id(each) not in asked]
 
-    def settle_own(self, instance: int) -> None:
-        """Recovery has withdrawn tensors: forget them unless they are to be registered again."""
-        if self.registration(instance) is None:
-            self._registrations.pop(instance, None)
-
-    def to_recover(self) -> list[wire.Unregister | wire.Register]:
-        """Requests that withdraw the registrations, so that no copy touches their tensors, and renew them."""
-        parked = [self.pending[number].request for number in self.parked if number in self.pending]
-        unsent = {request.instance for request in parked if isinstance(request, wire.Register)}
-        requests: list[wire.Unregister | wire.Register] = []
-        for instance in self._registrations:
-            requests.append(wire.Unregister(instance))
-            register = self.registration(instance)
-            if register is not None and instance not in unsent:
-                requests.append(register)
-        return requests
+    def to_send(self) -> list[tuple[int, PendingRequest]]:
+        """What is parked, in the order in which it was asked: an EndSession must not pass the lookup before it. But
+        registrations come first."""
+        parked = [(number, self.pending[number]) for number in sorted(self.parked & self.pending.keys())]
+        return sorted(parked, key=lambda each: not isinstance(each[1].request, wire.Register))
 
     def oldest_without_deadline(self) -> tuple[int | None, PendingRequest | None]:
         """The first lookup of a request that is only queued, by its number, and the first other request; of those that
@@ -112,44 +142,38 @@ class Requests:
     def end(self, number: int, value: object) -> None:
         """End a request with its outcome, unless it has ended."""
         pending = self.pending.pop(number, None)
+        self.parked.discard(number)
         if pending is not None:
             pending.done(value)
 
     def fail_overdue(self, now: float) -> None:
         for number, item in [(number, item) for number, item in self.pending.items() if item.deadline <= now]:
             self.end(number, DeadlineExceeded(f"no answer to {type(item.request).__name__} in time"))
-        self.parked.intersection_update(self.pending)
 
     def fail_all(self, error: KVDepotError) -> None:
-        self.parked.clear()
         for number in list(self.pending):
             self.end(number, error)
 
-    def lose(self, error: KVDepotError, waits: Callable[[PendingRequest, bool], bool]) -> None:
-        """The server is lost, but may still touch blocks or come back: fail the requests that cannot wait. Sent copies
-        wait until no server can carry them out. What releases something is parked (servers hold it), others if
-        `waits` returns True for the request, and whether it was never sent."""
-        unsent, self.parked = self.parked, set()
+    def lose(self, error: KVDepotError, is_returning: bool, running: bytes) -> None:
+        """No server can be asked: park the requests that wait, and fail the others. Arguments: see
+        `PendingRequest.waits`."""
         for number, item in list(self.pending.items()):
-            is_unsent = number in unsent
-            if number not in self.pending:
-                continue
-            if isinstance(item.request, _LATE) or waits(item, is_unsent):
-                self.parked.add(number)
-            elif is_unsent or not isinstance(item.request, COPY):
+            if not item.waits(is_returning, running):
                 self.end(number, error)
-
-    def send_again(self, numbers: Iterable[int], now: float) -> None:
-        """Park requests without an answer, or fail those that must not be sent again. No server works on them."""
-        for number in numbers:
-            pending = self.pending.get(number)
-            if pending is None:
-                continue
-            request = pending.request
-            if pending.may_repeat and isinstance(request, COPY | _REPEATABLE):
-                # Where the client copies, the server that knows a store or retrieve answers it again.
-                pending.may_repeat = not isinstance(request, COPY) or self.device(request.instance) == BY_CLIENT
-                pending.born = now
+            elif number in self.pending:  # the end of another has not ended it
                 self.parked.add(number)
-            else:
-                self.end(number, Unavailable("the connection broke; the answer is lost"))
+
+    def repeat(self, number: int, item: PendingRequest, server: bytes, now: float) -> None:
+        """Park a request whose answer is lost, or fail it. server: the run of the one that has welcomed us."""
+        if item.repeats_at(server):
+            item.has_moved |= item.server != server
+            item.born = now
+            self.parked.add(number)
+        else:
+            self.end(number, Unavailable("the connection broke; the answer is lost"))
+
+    def repeat_all(self, server: bytes, now: float) -> None:
+        """A server has welcomed us: whatever was sent before, no answer to it comes any more."""
+        for number, item in list(self.pending.items()):
+            if item.server:
+                self.repeat(number, item, server, now)

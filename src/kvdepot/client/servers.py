@@ -1,14 +1,13 @@
-"""The servers that a client has met: which proves that it belongs to our user, and which may still touch our blocks.
+"""The server at a client's address: who it is, and the proof that it belongs to our user.
 
-protocol/handshake.py describes the handshake and its threat model. A server that hangs, or that lost its address to
-another server, may still carry out the copies that it was sent. Invariants: nothing that a server says has an effect
-before it has proved that it can read its own arena; a former server is forgotten only once it is gone.
+protocol/handshake.py describes the handshake and its threat model. Invariant: nothing that a server says has an effect
+before it has proved that it can read its own arena.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -46,8 +45,6 @@ class ServerRun:
     incarnation: bytes
     arena: str
     watch: LifeWatch
-    gone_at: float | None = None  # when its process was first seen to be gone
-    copies: list[int] = field(default_factory=list)  # sent to it, and unanswered when its successor welcomed us
 
 
 class Handshake:
@@ -79,7 +76,7 @@ class Handshake:
             self.close()
             raise Unavailable(f"the process at {self._url} is not a kvdepot server of this user ({exc})") from exc
         except KVDepotError as exc:
-            # Without the arena, no client could know whether a server that falls silent still touches blocks.
+            # Without the arena, no client could copy, or know whether a server that falls silent still runs.
             raise Unavailable(f"the server's arena is not visible here ({exc}): do both share /dev/shm?") from exc
 
     def use(self, seal: Seal | None) -> None:
@@ -110,60 +107,3 @@ class Handshake:
         if self.proved is not None:
             self.proved.watch.close()
             self.proved = None
-
-
-class ServerRuns:
-    """The server that serves us, and former ones that are not gone."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.current: ServerRun | None = None
-        self.linger_s = 0.0  # how long after its process's end a server may touch blocks: its GPUs may
-        self._clock = clock
-        self._former: list[ServerRun] = []
-
-    def is_gone(self, server: ServerRun) -> bool:
-        """Whether a server can no longer touch a block, not even through its GPUs."""
-        if server.gone_at is None and server.watch.is_gone():
-            server.gone_at = self._clock()
-        return server.gone_at is not None and self._clock() - server.gone_at >= self.linger_s
-
-    def may_touch_blocks(self) -> bool:
-        if self.current is not None and not self.is_gone(self.current):
-            return True
-        return bool(self._former)
-
-    def may_run(self) -> bool:
-        return bool(self._former) or (self.current is not None and not self.current.watch.is_gone())
-
-    def succeed(self, server: ServerRun, copies: list[int]) -> None:
-        """A server has welcomed us. copies: numbers of copies that its predecessor was sent and has not answered."""
-        before, self.current = self.current, server
-        if before is None:
-            return
-        if before.incarnation == server.incarnation or self.is_gone(before):
-            before.watch.close()
-        else:
-            before.copies = copies
-            self._former.append(before)
-
-    def held_copies(self) -> set[int]:
-        return {number for server in self._former for number in server.copies}
-
-    def release_copies(self) -> list[int]:
-        """Forget former servers that are gone. Returns the numbers of the copies that they held."""
-        gone = [server for server in self._former if self.is_gone(server)]
-        for server in gone:
-            self._former.remove(server)
-            server.watch.close()
-        return [number for server in gone for number in server.copies]
-
-    def forget_current(self) -> None:
-        if self.current is not None:
-            self.current.watch.close()
-            self.current = None
-
-    def close(self) -> None:
-        self.forget_current()
-        for server in self._former:
-            server.watch.close()
-        self._former.clear()

@@ -3,6 +3,10 @@
 client/connection.py decides what is sent again and when a request has failed. No thread is dedicated to the socket:
 polling a future reads it, under a lock, so no answer waits for a switch of threads. Invariant: every future gets a
 value or an error.
+
+ZeroMQ's descriptors are edge-triggered: sending or receiving may consume the signal of an answer that has arrived. So
+whoever waits at them has read the socket empty since it last sent, and looks again every CHECK_S, because another
+thread may read the answer.
 """
 
 from __future__ import annotations
@@ -42,6 +46,8 @@ T = TypeVar("T")
 _MADE = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _NOW = int(zmq.NOBLOCK)
 """A plain integer: an enum costs each call a microsecond."""
+_QUIET_S = 0.5
+"""A thread that is woken by a descriptor of its own looks this often while nothing is under way."""
 CONNECT_S = 5.0
 """Requests wait this long for the first connection to a server."""
 RETURN_S = 5.0
@@ -127,7 +133,7 @@ class MessagingFuture(Generic[T]):
         return cast(T, self._value)
 
     def to_cuda_future(self) -> MessagingFuture[T]:
-        """Itself: a store or retrieve is answered only when its bytes have moved."""
+        """Itself: the value is there only when the bytes have moved."""
         return self
 
     def _finish(self, value: object) -> None:
@@ -176,6 +182,7 @@ class Client:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self._socket.setsockopt(zmq.SNDHWM, MAX_IN_FLIGHT)
         self._socket.setsockopt(zmq.RCVHWM, MAX_IN_FLIGHT)  # answers queue here: the server queues few per client
+        self._has_sent = False  # since the socket was last read empty
         self._has_key = keys is not None
         if keys is not None:
             keys.use(self._socket)
@@ -207,13 +214,14 @@ class Client:
         return f"<Client {self.server_url} {self._connection.phase.name.lower()}, {len(self._connection)} in flight>"
 
     @property
-    def _is_closed(self) -> bool:
+    def is_closed(self) -> bool:
         return self._connection.phase is Phase.CLOSED
 
     def _send(self, frame: bytes) -> bool:
         try:
             if not self._connection.welcomed:  # another user may have made the socket meanwhile
                 _check_owner(self.server_url)
+            self._has_sent = True
             self._socket.send(frame, _NOW)
         except zmq.ZMQError:  # no connection, or the engine has already ended its ZeroMQ context
             return False
@@ -319,13 +327,17 @@ class Client:
         makes the future's value from the answer; what it raises (KVDepotError, ValueError and the like) the future
         raises."""
         future = MessagingFuture(self, convert)
-        self._ask(request, future, deadline_s)
+        self.ask_then(request, future._finish, deadline_s)
         return future
 
-    def _ask(self, request: wire.Request, future: MessagingFuture[T], deadline_s: float | None) -> None:
+    def ask_then(
+        self, request: wire.Request, done: Callable[[object], None], deadline_s: float | None = DEADLINE_S
+    ) -> None:
+        """Send a message; never blocks. done: called once with the answer or the error, on the thread that hears it,
+        which holds this client's lock. deadline_s: as in `ask`."""
         with self._lock:
             self._take_events()  # on a new connection, hello must come first
-            self._connection.ask(request, future._finish, deadline_s)
+            self._connection.ask(request, done, deadline_s)
 
     # -- hearing
 
@@ -334,30 +346,39 @@ class Client:
         if not self._lock.acquire(blocking=False):
             return  # another thread does it now
         try:
-            if not self._is_closed:
+            if not self.is_closed:
                 self._receive()
                 self._take_events()
                 self._connection.expire()
+                if self._has_sent:  # an answer may be there, whose signal is consumed
+                    self._receive()
         finally:
             self._lock.release()
 
-    def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Pump until `done()`; blocks for `timeout_s` at most."""
+    def wait(self, done: Callable[[], bool], timeout_s: float, also: int | None = None) -> bool:
+        """Pump until `done()`; blocks for `timeout_s` at most. Returns whether it is done.
+
+        also: another descriptor, such as an eventfd, that wakes this thread while it is readable, so that `done` is
+        asked again; `done` or the caller clears it. A thread that alone uses this client is woken at once by an answer.
+        """
         deadline = time.monotonic() + timeout_s
         poller = select.poll()
-        for fd in self._fds:
+        for fd in self._fds if also is None else (*self._fds, also):
             poller.register(fd, select.POLLIN)
-        while not done():
+        while True:
+            self.pump()
+            if done():
+                return True
             left = deadline - time.monotonic()
-            if left <= 0 or self._is_closed:
-                return done()
-            # In slices: the descriptors are edge-triggered, and another thread may read our answer.
-            if poller.poll(max(1, min(left, CHECK_S) * 1000)) and not self._connection.welcomed:
-                self.pump()
-        return True
+            if left <= 0 or self.is_closed:
+                return False
+            is_quiet = also is not None and self._connection.welcomed and not len(self._connection)
+            poller.poll(max(1, min(left, _QUIET_S if is_quiet else CHECK_S) * 1000))
 
     def _receive(self) -> None:
+        """Handle all that has arrived."""
         while True:
+            self._has_sent = False
             try:
                 frame = self._socket.recv(_NOW)
             except zmq.Again:
@@ -388,7 +409,7 @@ class Client:
     def close(self) -> None:
         """Close the connection; requests under way fail with Unavailable. Safe twice. Blocks 0.2 s at most."""
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 return
             self._connection.close()
             self._close_sockets()

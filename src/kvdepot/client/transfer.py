@@ -17,7 +17,7 @@ import msgspec
 from kvdepot.errors import BadRequest, KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, pack_ids
-from kvdepot.protocol.layout import Layout
+from kvdepot.protocol.layout import BlockFormat
 from kvdepot.protocol.leases import NORMAL
 
 _WORTH_BYTES = 256 << 10
@@ -30,8 +30,8 @@ _MOST_TOKENS = 256
 class Transfer:
     """Consecutive chunks of one request, and the blocks to copy them from or into. Each rank copies its own shards.
 
-    hashes: 32 bytes a chunk. block_ids: little-endian uint32. group: the place of the blocks' KV cache group in
-    `ShardSpec.groups`. The other fields: as in wire.Shards.
+    hashes: 32 bytes a chunk. block_ids: little-endian uint32. skip_blocks: leading blocks that a load does not write.
+    group: the place of the blocks' KV cache group in `ShardSpec.groups`. The other fields: as in wire.Shards.
     """
 
     request_id: str
@@ -115,25 +115,27 @@ class ShardSpec:
         """Blocks of a KV cache group per chunk."""
         return self.groups[group].blocks_in_chunk if self.groups else self.blocks_in_chunk
 
-    def register(self, instance: int, layouts: Sequence[Layout], origin: Origin | None = None) -> list[wire.Register]:
-        """The messages that share the tensors of each KV cache group, as instances numbered from `instance` on.
+    def register(
+        self, instance: int, formats: Sequence[BlockFormat], origin: Origin | None = None, fault: str = ""
+    ) -> list[wire.Register]:
+        """The messages that name the tensors of each KV cache group, as instances numbered from `instance` on.
 
-        layouts: one per group, in order. Raises BadRequest for another number of layouts.
+        formats: one per group, in order. fault: as in wire.Register. Raises BadRequest for another number of formats.
         """
         origin = origin or Origin()
-        if len(layouts) != max(1, len(self.groups)):
-            raise BadRequest(f"{len(layouts)} layouts for {max(1, len(self.groups))} KV cache groups")
+        if len(formats) != max(1, len(self.groups)):
+            raise BadRequest(f"{len(formats)} layouts for {max(1, len(self.groups))} KV cache groups")
         groups = [
-            wire.Group(reach, blocks, blocks * layout.block_bytes, layout.fingerprint)
-            for (reach, blocks), layout in zip(self.groups, layouts, strict=False)
+            wire.Group(reach, blocks, blocks * each.block_bytes, each.fingerprint)
+            for (reach, blocks), each in zip(self.groups, formats, strict=False)
         ]
         shape = self.model, self.world_size, self.rank
         return [
             wire.Register(
-                instance + i, layout, *shape, self.blocks_of(i), self.chunk_tokens, i, groups, origin.topic,
-                origin.writer, dict(origin.facts),
+                instance + i, each, *shape, self.blocks_of(i), self.chunk_tokens, i, groups, origin.topic,
+                origin.writer, dict(origin.facts), fault,
             )
-            for i, layout in enumerate(layouts)
+            for i, each in enumerate(formats)
         ]  # fmt: skip
 
     def shards(self, transfers: Sequence[Transfer]) -> list[wire.Shards]:
@@ -146,9 +148,7 @@ class ShardSpec:
                 )
         shape = self.model, self.world_size, self.rank
         return [
-            wire.Shards(
-                t.request_id, *shape, t.parent, t.depth, t.hashes, t.block_ids, t.skip_blocks, t.salt, t.continues
-            )
+            wire.Shards(t.request_id, *shape, t.parent, t.depth, t.hashes, self.blocks_of(t.group), t.salt, t.continues)
             for t in transfers
         ]
 

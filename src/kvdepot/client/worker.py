@@ -1,8 +1,8 @@
 """One rank of an engine as a client: registers its KV tensors, stores blocks, and retrieves chunks into blocks.
 
 Used by the vLLM connector, and by client/lmcache.py under the contract's names. It takes hashes of chunks, never
-tokens. Invariants: every block that a retrieve did not fill is reported (`take_failed_blocks`); submitting and polling
-never wait for the server.
+tokens. The lane (lane.py) copies. Invariants: every block that a retrieve did not fill is reported
+(`take_failed_blocks`); submitting and polling wait neither for the server nor for a copy.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from kvdepot.client.device_events import DeviceEvent, EventQueue, happened
-from kvdepot.client.socket import Client, MessagingFuture, check_type
+from kvdepot.client.device_events import DeviceEvent, happened
+from kvdepot.client.lane import BlockIds, Copying, Lane, LaneFuture
+from kvdepot.client.socket import Client, check_type
 from kvdepot.client.transfer import Operation, Origin, ShardSpec, Transfer
+from kvdepot.devices.blocks import BlockMemory
 from kvdepot.errors import KVDepotError, ProtocolError
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["CompareTerms", "Ended", "Submitted", "WorkerClient"]
 
@@ -45,11 +44,8 @@ class Submitted(Generic[T]):
 
     request_ids: list[str]
     transfers: list[Transfer]  # by KV cache group
-    ticket: int
-    instance: int  # of the tensors that were registered when it was submitted
-    futures: list[MessagingFuture[T]] | None = None  # one per KV cache group; None: it waits for its event
-    error: KVDepotError | None = None  # why it was not sent
-    is_void: bool = False  # whatever its answers are, what it moved is lost: its tensors have no memory any more
+    futures: list[LaneFuture[T]] = field(default_factory=list)  # one per KV cache group
+    error: KVDepotError | None = None  # why it was not submitted
     began_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -57,35 +53,16 @@ class Submitted(Generic[T]):
         """Number of chunks of all its transfers."""
         return sum(transfer.chunks for transfer in self.transfers)
 
-    def go(self, send: Callable[[Submitted[T]], list[MessagingFuture[T]]]) -> None:
-        """Send it, as its event has happened; not if it was given up meanwhile. What cannot be sent has failed."""
-        if self.error is None:
-            try:
-                self.futures = send(self)
-            except KVDepotError as exc:
-                self.error = exc
-
-    def by_group(self) -> Iterator[tuple[int, list[Transfer]]]:
-        """The transfers of each KV cache group."""
-        for group, transfers in itertools.groupby(self.transfers, attrgetter("group")):
-            yield group, list(transfers)
-
-    def fail(self, error: KVDepotError) -> None:
-        self.error = error
-
     def done(self) -> bool:
         """Whether it has ended, for all groups. Never blocks."""
-        return self.error is not None or (self.futures is not None and all(each.query() for each in self.futures))
+        return all(each.query() for each in self.futures)
 
     def outcome(self) -> list[T] | KVDepotError:
         """The answers, one per KV cache group, or the first error; call it once `done`."""
         if self.error is not None:
             return self.error
-        if self.is_void:
-            return KVDepotError("the memory of its blocks was given up")
-        assert self.futures is not None
         try:
-            return [future.result() for future in self.futures]
+            return [future.result(0.0) for future in self.futures]
         except KVDepotError as exc:
             return exc
 
@@ -119,7 +96,6 @@ class WorkerClient:
         self.client = client
         self.spec = spec
         self.instance_id = secrets.randbits(62)  # a process id would collide between containers
-        self.kv_caches: dict[str, torch.Tensor] = {}
         # By request id; a batch is listed under each of its requests.
         self.stores: dict[str, list[Submitted[bool]]] = {}
         self.retrieves: dict[str, list[Submitted[list[bool]]]] = {}
@@ -134,43 +110,49 @@ class WorkerClient:
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._warned: set[type[KVDepotError]] = set()  # errors of stores that were logged
-        self._last_ticket = 0
-        self._device_events = EventQueue("kvdepot-events", self._choose_device)
+        self._lane: Lane | None = None  # of the client at the first registration
 
     # -- registering
 
-    def register(self, layouts: Sequence[Layout], kv_caches: dict[str, torch.Tensor] | None = None) -> None:
-        """Have the server map tensors that are already shared. Returns once it has; blocks 30 s at most.
+    @property
+    def lane(self) -> Lane:
+        """Copies this rank's blocks."""
+        if self._lane is None:
+            self._lane = Lane(self.client)
+        return self._lane
 
-        layouts: one per KV cache group. kv_caches: the tensors by layer, if this process has them. Raises the server's
-        error (LayoutError for a layout that it refuses), or Unavailable without a server, which gets the registration
-        once it is there.
+    def register(self, layouts: Sequence[Layout], blocks: Sequence[BlockMemory], fault: str = "") -> None:
+        """Name the tensors to the server, and copy them from now on. Returns once it knows them; blocks 30 s at most.
+
+        layouts: one per KV cache group. blocks: their memory, which this client closes. fault: why this worker can
+        neither store nor load, so that it has no `blocks`. Raises the server's error (LayoutError for a layout that it
+        refuses), or Unavailable without a server, which gets the registration once it is there.
         """
-        messages = self.spec.register(self.instance_id, layouts, self.origin)
+        messages = self.spec.register(self.instance_id, [layout.format for layout in layouts], self.origin, fault)
         self.layouts = list(layouts)
-        if kv_caches is not None:
-            self.kv_caches = kv_caches
+        for group, memory in enumerate(blocks):
+            self.lane.add(self.instance_id + group, memory)
         for answer in [self.client.ask(message) for message in messages]:
             answer.result()
 
     def cancel_registration(self) -> None:
-        """Have no server map the tensors, after a registration that has failed. Never blocks."""
+        """Have no server know the tensors, after a registration that has failed. Never blocks."""
         for group in range(len(self.layouts)):
+            self.lane.remove(self.instance_id + group)
             self.client.ask(wire.Unregister(self.instance_id + group))
 
     def unregister(self, timeout_s: float) -> None:
-        """Have the server unmap the tensors before their memory is freed. Blocks 2 * `timeout_s` at most.
+        """Copy the tensors no more, as their memory is about to be freed. Blocks 2 * `timeout_s` at most, or as long as
+        a device hangs in a copy.
 
-        Stores under way end or are voided, retrieves end as failed; until the tensors are registered again, so does
-        all that is submitted. No server maps the tensors again by itself. Raises Unavailable or DeadlineExceeded if it
-        is not known whether the server has unmapped them.
+        Stores end or are voided, retrieves end as failed; until the tensors are registered again, so does all that is
+        submitted. No server gets the registration again by itself. Raises Unavailable or DeadlineExceeded if it is not
+        known whether the server has forgotten the tensors, which nobody touches any more in any case.
         """
         self.give_up_stores({*self.stores, *self.comparisons}, timeout_s)
-        for retrieve in self._retrieves():
-            retrieve.is_void = True
-            if retrieve.futures is None:
-                retrieve.fail(KVDepotError("its tensors were unregistered before its event completed"))
         instance, self.instance_id = self.instance_id, secrets.randbits(62)  # so that nothing meant for one meets both
+        for group in range(len(self.layouts)):
+            self.lane.remove(instance + group)
         self._withdraw(instance, timeout_s)
 
     def _withdraw(self, instance: int, timeout_s: float) -> None:
@@ -179,14 +161,6 @@ class WorkerClient:
         self.client.wait(lambda: all(answer.query() for answer in answers), timeout_s)
         for answer in answers:
             answer.result(0)
-
-    def _choose_device(self) -> None:
-        """Set the GPU of the thread that queries events: else CUDA would make a context on the host's first GPU."""
-        device = next((tensor.device for tensor in self.kv_caches.values()), None)
-        if device is not None and device.type == "cuda":
-            import torch
-
-            torch.cuda.set_device(device)
 
     # -- moving bytes
 
@@ -198,7 +172,7 @@ class WorkerClient:
         request_ids: requests that `poll` reports, all together. event: must happen before the bytes may be read: a CUDA
         event, None, or any object with `query()`. Raises BadRequest for anything else.
         """
-        return self._submit(self.stores, self._send_store, request_ids, transfers, event)
+        return self._submit(self.stores, wire.Store, request_ids, transfers, event, lambda chunks: _whole)
 
     def submit_compare(
         self, transfers: Sequence[Transfer], event: DeviceEvent | None, terms: CompareTerms
@@ -209,7 +183,11 @@ class WorkerClient:
         requests before, and `give_up_stores` voids it. Arguments: see `submit_store`.
         """
         requests = list(dict.fromkeys(transfer.request_id for transfer in transfers))
-        return self._submit(self.comparisons, partial(self._send_compare, terms), requests, transfers, event)
+
+        def message(instance: int, shards: list[wire.Shards]) -> wire.Compare:
+            return wire.Compare(instance, shards, *terms)
+
+        return self._submit(self.comparisons, message, requests, transfers, event, lambda chunks: _comparison)
 
     def submit_retrieve(
         self,
@@ -218,60 +196,41 @@ class WorkerClient:
         event: DeviceEvent | None,
         writers: tuple[str, ...] = (),
     ) -> None:
-        """Copy chunks into blocks after `event`, in one message. Never blocks. writers: as in wire.Retrieve. Other
-        arguments: see `submit_store`."""
-        self._submit(self.retrieves, partial(self._send_retrieve, writers), request_ids, transfers, event)
+        """Copy chunks into blocks after `event`, in one message for each KV cache group. Never blocks. writers: as in
+        wire.Retrieve. Other arguments: see `submit_store`."""
+
+        def message(instance: int, shards: list[wire.Shards]) -> wire.Retrieve:
+            return wire.Retrieve(instance, shards, self._unpins, writers)
+
+        self._submit(self.retrieves, message, request_ids, transfers, event, lambda chunks: partial(_per_chunk, chunks))
 
     def _submit(
         self,
         under_way: dict[str, list[Submitted[T]]],
-        send: Callable[[Submitted[T]], list[MessagingFuture[T]]],
+        message: Callable[[int, list[wire.Shards]], Copying],
         request_ids: Sequence[str],
         transfers: Sequence[Transfer],
         event: DeviceEvent | None,
+        reading: Callable[[int], Callable[[object], T]],
     ) -> Submitted[T]:
-        may_go = happened(event)
-        self._last_ticket += 1
-        in_order = sorted(transfers, key=attrgetter("group"))
-        submitted: Submitted[T] = Submitted(list(request_ids), in_order, self._last_ticket, self.instance_id)
+        """message: of an instance and its shards. reading: gives what converts the answer for this many chunks."""
+        event = None if happened(event) else event
+        submitted: Submitted[T] = Submitted(list(request_ids), sorted(transfers, key=attrgetter("group")))
         self.repeated.difference_update(request_ids)
         for request_id in request_ids:
             under_way.setdefault(request_id, []).append(submitted)
-        if may_go or not transfers:
-            submitted.go(send)
-        else:
-            self._device_events.put(event, partial(submitted.go, send), submitted.fail)
+        groups = itertools.groupby(submitted.transfers, attrgetter("group"))
+        by_group = [(group, list(parts)) for group, parts in groups]
+        try:
+            requests = [message(self.instance_id + group, self.spec.shards(parts)) for group, parts in by_group]
+        except KVDepotError as exc:
+            submitted.error = exc
+            return submitted
+        for request, (_, parts) in zip(requests, by_group, strict=True):
+            block_ids = [BlockIds.unpack(part.block_ids, part.skip_blocks) for part in parts]
+            read = reading(sum(part.chunks for part in parts))
+            submitted.futures.append(self.lane.submit(request, block_ids, event, read))
         return submitted
-
-    def _send_store(self, submitted: Submitted[bool]) -> list[MessagingFuture[bool]]:
-        return [
-            self.client.ask(
-                wire.Store(submitted.instance + group, submitted.ticket, self.spec.shards(transfers)), _whole
-            )
-            for group, transfers in submitted.by_group()
-        ]
-
-    def _send_compare(
-        self, terms: CompareTerms, submitted: Submitted[wire.Comparison]
-    ) -> list[MessagingFuture[wire.Comparison]]:
-        return [
-            self.client.ask(
-                wire.Compare(submitted.instance + group, submitted.ticket, self.spec.shards(transfers), *terms),
-                _comparison,
-            )
-            for group, transfers in submitted.by_group()
-        ]
-
-    def _send_retrieve(
-        self, writers: tuple[str, ...], submitted: Submitted[list[bool]]
-    ) -> list[MessagingFuture[list[bool]]]:
-        return [
-            self.client.ask(
-                wire.Retrieve(submitted.instance + group, self.spec.shards(transfers), self._unpins, writers),
-                partial(_per_chunk, sum(transfer.chunks for transfer in transfers)),
-            )
-            for group, transfers in submitted.by_group()
-        ]
 
     # -- outcomes
 
@@ -284,8 +243,6 @@ class WorkerClient:
         An id may be reused: only reports in the calls that directly follow the id's return count as repeated. Once a
         call does not report the id, or a store or retrieve is submitted under it, it names a new request.
         """
-        self._device_events.poll()
-        self.client.pump()
         _settle(self.stores, self._store_ended)
         _settle(self.comparisons, lambda comparison: None)  # whoever submitted it has it
         retrieved = _settle(self.retrieves, self._retrieve_ended)
@@ -308,9 +265,9 @@ class WorkerClient:
         self._report("store", submitted, sum(transfer.chunks for transfer in stored), size)
 
     def _store_failed(self, submitted: Submitted[bool], error: KVDepotError | None) -> None:
-        """Log why a store has failed; error: None if the server had no space, or could not copy."""
+        """Log why a store has failed; error: None if the server had no space, or was replaced."""
         self.counters["stores_dropped"] += 1
-        why = str(error) if error is not None else "the server had no space for it, or could not copy it"
+        why = str(error) if error is not None else "the server had no space for it, or was replaced"
         if error is None or type(error) in self._warned:
             log.info("not stored for %s: %s", submitted.request_ids[:4], why)
         else:
@@ -371,35 +328,27 @@ class WorkerClient:
     def give_up_stores(self, request_ids: set[str], timeout_s: float) -> None:
         """Make sure that no store under way reads blocks of these requests: the engine is about to reuse them.
 
-        Waits up to `timeout_s` for their stores. Those that are still under way then are voided: they never become
-        visible (see memory/shm.py).
+        Waits up to `timeout_s` for their stores. Those that are still under way then are voided: what was not copied
+        never is (see `Lane.give_up`).
         """
         stores: list[Submitted[bool] | Submitted[wire.Comparison]] = [
             each
             for request_id in request_ids
             for each in (*self.stores.get(request_id, ()), *self.comparisons.get(request_id, ()))
         ]
-        if not stores:
-            return
-        if not self.client.wait(lambda: all(each.done() for each in stores), timeout_s):
-            given_up = [each for each in stores if not each.done()]
-            self.counters["stores_given_up"] += len(given_up)
-            self.client.liveness.raise_fence(self._last_ticket)
-            for each in given_up:
-                if each.futures is None:
-                    each.fail(KVDepotError("its blocks were reused before its event happened"))
-
-    def _retrieves(self) -> set[Submitted[list[bool]]]:
-        return {each for under_way in self.retrieves.values() for each in under_way}
+        if stores:
+            voided = self.lane.give_up([future for each in stores for future in each.futures], timeout_s)
+            self.counters["stores_given_up"] += voided
 
     def wait_any(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for any retrieve to end; for an engine with nothing else to do."""
-        if retrieves := self._retrieves():
-            self.client.wait(lambda: any(each.done() for each in retrieves), timeout_s)
+        if retrieves := {each for under_way in self.retrieves.values() for each in under_way}:
+            self.lane.wait(lambda: any(each.done() for each in retrieves), timeout_s)
 
     def close(self) -> None:
-        """Unregister and close the connection. Safe twice and without a server; blocks 5 s at most."""
-        self._device_events.stop()
+        """End all copies, unregister and close the connection. Safe twice and without a server; blocks 10 s at most."""
+        if not self.lane.close():
+            return  # a server gives the memory of a client that has left to others
         try:
             self._withdraw(self.instance_id, _SHUTDOWN_S)
         except KVDepotError as exc:

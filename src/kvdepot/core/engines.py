@@ -23,6 +23,8 @@ _LISTED = 64
 """Most engines in a status (those with the latest requests)."""
 _MODELS = 4
 """Most models listed for one engine."""
+_FAULT = 200
+"""Most characters of why an engine cannot copy, in its entry."""
 _SHORT = 100
 """Most characters of a model's name in an engine's entry."""
 
@@ -93,12 +95,12 @@ def _status(client: Client, now: float) -> Engine:
         idle_s=now - client.heard,
         models=sorted(models)[:_MODELS],
         ranks=sorted({rank for _, _, rank, _ in parts}),
-        device=next((each.layout.device for each in client.instances.values() if each.layout.device), ""),
         tenant=client.tenant,
         sessions=len(client.sessions),
         pinned_chunks=client.pins,
-        queued=client.queued,
+        queued=len(client.operations),
         engine=client.engine_called,
         host=client.host[:_SHORT],
         pid=client.pid,
+        fault=next((each.fault for each in client.instances.values() if each.fault), "")[:_FAULT],
     )

@@ -1,45 +1,93 @@
-"""Device memory: how the server maps an engine's KV tensors, and how their bytes move. One module per kind of device.
+"""The engine's KV tensors: where their bytes are, and how they move. One module per kind of memory.
 
-The client calls `share` and `finish`, the server uses `Devices`. Resources of a device (driver, context, pinned memory)
-are acquired when the first worker registers from it, and kept for some time after the last one has left.
+Used in the engine's worker, which copies its own blocks; the server never sees a tensor. Nothing is moved or mapped:
+tensors stay where the engine has allocated them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
-import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from kvdepot.devices.by_client import CopiedByClient
-from kvdepot.devices.cpu import HostTensors
-from kvdepot.devices.cuda import DMA_FROM_BYTES
+import numpy as np
+
+from kvdepot.devices.blocks import BlockMemory, DeviceEvent
+from kvdepot.devices.host import HostBlocks
 from kvdepot.errors import LayoutError
-from kvdepot.memory.copier import Mapped, Memory
-from kvdepot.protocol.layout import BY_CLIENT, Layout, TensorView
-from kvdepot.protocol.status import Device
+from kvdepot.memory.extents import Bytes
+from kvdepot.protocol.layout import Layout, TensorView
 
 if TYPE_CHECKING:
     import torch
 
-    from kvdepot.devices.cuda.gpus import Gpus
+__all__ = ["BlockMemory", "describe", "open_blocks", "record_event"]
 
 
-def share(tensor: torch.Tensor, name: str) -> TensorView:
-    """Make one layer's tensor visible to other processes of this host, and describe where its elements are.
+def describe(tensor: torch.Tensor, name: str) -> TensorView:
+    """Where the elements of one layer's tensor are in its storage. Moves and maps nothing; never blocks.
 
-    The process must keep the tensor's storage alive. Blocks. Raises LayoutError if it is not a plain tensor on a
-    supported device, DeviceError if the device's driver refuses.
+    The storage's address names its mapping. Raises LayoutError if it is not a plain tensor in memory.
     """
     _check_plain(tensor, name)
-    if tensor.device.type == "cpu":
-        from kvdepot.devices import cpu
+    storage, item = tensor.untyped_storage(), tensor.element_size()
+    return TensorView(
+        name=name,
+        mapping=_name(storage),
+        mapping_bytes=storage.nbytes(),
+        offset=tensor.storage_offset() * item,
+        shape=tuple(tensor.shape),
+        strides=tuple(stride * item for stride in tensor.stride()),
+        item_bytes=item,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+    )
 
-        return cpu.share(tensor, name)
-    if tensor.device.type == "cuda":
-        from kvdepot.devices.cuda import sharing
 
-        return sharing.share(tensor, name)
-    raise LayoutError(f"{name or 'tensor'} is on {tensor.device}: only CPU and CUDA tensors can be shared")
+def open_blocks(layout: Layout, tensors: Iterable[torch.Tensor]) -> BlockMemory:
+    """The blocks of tensors that `layout` was made of, for copies to and from an arena. Keeps their storages alive.
+
+    Blocks while staging memory is allocated on an accelerator. Raises LayoutError if the tensors are on several devices
+    or are not those of the layout, DeviceError if the device has no memory for staging or cannot be used by torch.
+    """
+    storages = {_name(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    devices = {storage.device for storage in storages.values()}
+    if len(devices) != 1:
+        names = ", ".join(sorted(map(str, devices))) or "none"
+        raise LayoutError(f"the layers of one KV cache group must be on one device, not on {names}")
+    for mapping in layout.mappings:
+        if mapping.name not in storages or storages[mapping.name].nbytes() != mapping.size:
+            raise LayoutError(f"none of the tensors has its storage of {mapping.size} bytes at {mapping.name}")
+    (device,) = devices
+    if device.type == "cpu":
+        return HostBlocks(layout, {each.name: _host_bytes(storages[each.name]) for each in layout.mappings})
+    from kvdepot.devices.accelerator import AcceleratorBlocks
+
+    return AcceleratorBlocks(layout, storages, device)
+
+
+def record_event(device: torch.device | None) -> DeviceEvent | None:
+    """An event behind all work that this thread has queued on its current stream of a device. None on the processor
+    (None or "cpu"), where all work has ended. Never blocks."""
+    if device is None or device.type == "cpu":
+        return None
+    import torch
+
+    module = torch.get_device_module(device)
+    event = module.Event()
+    event.record(module.current_stream(device))
+    return event  # type: ignore[no-any-return]
+
+
+def _name(storage: torch.UntypedStorage) -> str:
+    return f"{storage.data_ptr():x}"
+
+
+def _host_bytes(storage: torch.UntypedStorage) -> Bytes:
+    """The bytes of a storage. `Tensor.numpy` would forbid torch to resize it."""
+    memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    memory.storage = storage  # the array keeps `memory`, and with it the storage
+    return np.ctypeslib.as_array(memory)
 
 
 def _check_plain(tensor: object, name: object) -> None:
@@ -50,8 +98,6 @@ def _check_plain(tensor: object, name: object) -> None:
         raise LayoutError(f"a layer's name must be valid UTF-8 text, not {name!r:.80}")
     called = name or "tensor"
     if torch is None or not isinstance(tensor, torch.Tensor):
-        if hasattr(tensor, "untyped_storage"):
-            return  # imitates a tensor, over memory that torch does not own
         kind = type(tensor)
         raise LayoutError(f"{called} is a {kind.__module__}.{kind.__qualname__}, not a torch.Tensor")
     if tensor.is_nested:
@@ -66,67 +112,8 @@ def _check_plain(tensor: object, name: object) -> None:
         what = "a lazy conjugate or negative: resolve_conj() and resolve_neg() write it out"
     elif not tensor.numel():
         what = f"empty, shape {list(tensor.shape)}"
+    elif tensor.device.type == "meta" or not tensor.untyped_storage().data_ptr():
+        what = f"without memory, on {tensor.device}"
     else:
         return
-    raise LayoutError(f"{called} is {what}: only strided tensors that store all their values can be shared")
-
-
-def finish(device: str) -> None:
-    """Wait until a device (as in layout.Mapping) has finished all work that this process has submitted so far; the
-    CPU's is synchronous. Raises DeviceError."""
-    if device:
-        from kvdepot.devices.cuda import sharing
-
-        sharing.finish(device)
-
-
-class Devices:
-    """Maps registered tensors in the server. Any thread."""
-
-    def __init__(
-        self,
-        memory: Memory,
-        staging_bytes: int,
-        idle_s: float = 0.0,
-        dma_from_bytes: int = DMA_FROM_BYTES,
-        owner: tuple[str, bytes] = ("", b""),
-    ) -> None:
-        """memory: the arena. staging_bytes: GPU memory that the copy paths of one GPU may use for buffers. idle_s:
-        seconds for which a GPU without workers is kept; call `release_idle` every second or so. dma_from_bytes: the
-        size from which on copies are left to the copy engines. owner: name and boot id of the arena."""
-        self._owner = owner
-        self._memory = memory
-        self._limits = staging_bytes, idle_s, dma_from_bytes
-        self._lock = threading.Lock()
-        self._gpus: Gpus | None = None
-
-    def map(self, layout: Layout) -> Mapped:
-        """Map the tensors of a layout. Blocks. Raises LayoutError or DeviceError, and then keeps nothing mapped."""
-        if not layout.device:
-            return HostTensors.open(layout)
-        if layout.device == BY_CLIENT:
-            return CopiedByClient(layout, self._owner)
-        with self._lock:
-            if self._gpus is None:
-                from kvdepot.devices.cuda.gpus import Gpus
-
-                self._gpus = Gpus(self._memory, *self._limits)
-        return self._gpus.map(layout)
-
-    def is_overdue(self, now: float) -> bool:
-        """Whether `release_idle` has something to do at this time.monotonic(). Never blocks."""
-        return self._gpus is not None and bool(self._gpus.overdue(now))
-
-    def release_idle(self, now: float) -> None:
-        """Release the GPUs that have been without workers for `idle_s`. Blocks."""
-        if self._gpus is not None:
-            self._gpus.release_idle(now)
-
-    def status(self) -> list[Device]:
-        """The GPUs in use, also those that are kept without workers. Never blocks."""
-        return self._gpus.status() if self._gpus is not None else []
-
-    def close(self) -> None:
-        """Release everything; no copy may be in progress. May be called twice."""
-        if self._gpus is not None:
-            self._gpus.close()
+    raise LayoutError(f"{called} is {what}: only strided tensors that store all their values can be cached")

@@ -1,11 +1,13 @@
 """The interface of a worker's paged KV to whoever copies it (client/lane.py, integrations/vllm/in_step.py).
 
-Each kind of device has a subclass of `BlockMemory` that moves the bytes: host.py for tensors in the processor's memory,
-accelerator.py for those of a GPU. All run in the engine's worker, on the lane's thread, or on the engine's within a step.
+Each kind of device has a subclass of `BlockMemory` that moves the bytes: host.py for tensors in the processor's
+memory, accelerator.py for those of a GPU. All run in the engine's worker, on the lane's thread, or on the engine's
+within a step.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +15,18 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvdepot.memory.allocator import Extents
 from kvdepot.memory.extents import Bytes, Ids
-from kvdepot.protocol.layout import Layout
+from kvdepot.protocol.layout import Layout, Segment
 
 if TYPE_CHECKING:
     import torch
+
+
+class DeviceEvent(Protocol):
+    """An event on a device's stream, such as torch.cuda.Event."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
 
 
 class ArenaBytes(Protocol):
@@ -27,7 +37,7 @@ class ArenaBytes(Protocol):
 
 @dataclass(slots=True)
 class CopyPiece:
-    """One chunk of one rank: its extents in the arena, and its blocks. A load does not write the first `skip` blocks."""
+    """One chunk of one rank: its extents in the arena, and its blocks. A load does not write the first `skip`."""
 
     extents: Extents
     block_ids: Ids
@@ -51,13 +61,30 @@ class BlockMemory(ABC):
 
     @abstractmethod
     def load_in_step(self, arena: ArenaBytes, pieces: Sequence[CopyPiece]) -> None:
-        """Copy chunks into blocks before whatever the calling thread queues next on its device reads them. Blocks on
-        the processor's memory; on an accelerator, the current stream waits. Raises DeviceError."""
+        """Copy chunks into blocks before whatever the calling thread queues next on its device reads them.
 
-    def follow(self, arena: ArenaBytes) -> None:
-        """Prepare for copies to and from this arena, such as by registering it with the device's driver, in the
-        background; copies work before it has ended. Never blocks. Raises nothing: what cannot be had is slower."""
+        Blocks until the arena has been read, so that its use may end; an accelerator's current stream then waits for
+        the blocks. Raises DeviceError, after which some of the blocks may have been written.
+        """
+
+    @abstractmethod
+    def read(self, segment: Segment, block: int) -> Bytes:
+        """A copy of one segment of one block, by itself: slow, and what the self-test measures `move` against."""
+
+    @abstractmethod
+    def write(self, segment: Segment, block: int, data: Bytes) -> None:
+        """Write one segment of one block, by itself. Blocks until it is there."""
+
+    def follow(self, arena: ArenaBytes | None) -> threading.Event:
+        """Prepare for copies to and from this arena, in the background, and undo that for the one before; copies work
+        meanwhile. None: only undo it. Never blocks, raises nothing: what cannot be had is slower.
+
+        Returns an event that is set once the preparation has ended.
+        """
+        ended = threading.Event()
+        ended.set()
+        return ended
 
     @abstractmethod
     def close(self) -> None:
-        """Release buffers, and whatever `follow` registered. No copy may be in progress. May be called twice."""
+        """Release buffers, and whatever `follow` prepared. No copy may be in progress. May be called twice."""

@@ -7,11 +7,12 @@ import secrets
 from typing import TYPE_CHECKING
 
 from kvdepot.client import admin
+from kvdepot.client.calls import OwnClient
 from kvdepot.client.launch import Embedded, Shared
+from kvdepot.client.link import Link
 from kvdepot.client.socket import CONNECT_S
 from kvdepot.config import default_url, home_url, url_in_environment
 from kvdepot.errors import Unavailable
-from kvdepot.library.link import Link
 from kvdepot.library.namespace import ModelFacts, Namespace
 from kvdepot.library.shapes import library_of, name_of
 from kvdepot.protocol.status import Status
@@ -46,7 +47,7 @@ def connect(url: str = "", key: str = "") -> Depot:
         if not url_in_environment():
             server = Shared(url)
             server.start()
-    depot = Depot(url, Link(url, key))
+    depot = Depot(url, Link(OwnClient(url, key, "library")))
     try:
         if own:
             server = depot._server = Embedded(url, own)

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import secrets
 import sys
 import threading
-import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, cast, overload
 
 import msgspec
@@ -27,15 +23,16 @@ from blake3 import blake3
 
 from kvdepot.client import admin
 from kvdepot.client.calls import ANSWER_S, answer
+from kvdepot.client.link import Link, copy_all
 from kvdepot.client.socket import Client
-from kvdepot.client.transfer import GroupSpec, LeaseTerms, PromptChunks, ShardSpec, Transfer, pack_block_ids
-from kvdepot.errors import BadRequest, Busy, KVDepotError, ProtocolError, UnknownInstance, UnknownRequest
-from kvdepot.library.link import Link
+from kvdepot.client.transfer import GroupSpec, LeaseTerms, PromptChunks, ShardSpec
+from kvdepot.errors import BadRequest, KVDepotError, UnknownInstance, UnknownRequest
 from kvdepot.library.shapes import ITEM_BYTES, Plain, Shape, State, layers_of, new_array, refuse_overlaps, state_bytes
-from kvdepot.memory.copier import Bytes, views
+from kvdepot.memory.arena_view import ArenaView
+from kvdepot.memory.extents import Bytes, views
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ChunkChain
-from kvdepot.protocol.layout import Layout, copied_by_client
+from kvdepot.protocol.layout import BlockFormat, chunk_format
 from kvdepot.protocol.model_names import name_model
 
 if TYPE_CHECKING:
@@ -52,14 +49,10 @@ else:
     S_co, D_co = TypeVar("S_co"), TypeVar("D_co")
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _CHUNK_BYTES = 2 << 20
 """Bytes of a chunk whose size is ours to choose: copying it takes ten times as long as the server's work for it."""
-_TRIES, _PAUSE_S = 20, 0.5
-"""Tries of completing a copy, and pauses between them, while the server refuses this client's many requests."""
-_SHARED_BYTES = 16 << 20
-"""Several threads copy this many bytes or more: starting them takes a tenth of the time that it saves."""
-_COPY_THREADS = min(4, len(os.sched_getaffinity(0)))
 _LEAST_TOKENS, _MOST_TOKENS = 16, 256
 _STATE_TOKENS = 256
 """Tokens per chunk where layers have states: each chunk has all of them."""
@@ -109,10 +102,11 @@ class ModelFacts:
             tokens *= 2
         return tokens
 
-    def layout(self, group: int) -> Layout:
+    def format(self, group: int) -> BlockFormat:
+        """What the server is told of a shape's chunks, each of which is one block."""
         shape = self.shapes[group]
         size = shape.size if isinstance(shape, State) else shape.values * self.chunk_tokens * ITEM_BYTES[self.dtype]
-        return copied_by_client(size, f"{group} {self.dtype} {self.chunk_tokens} {shape!r}", wire.MAX_CHUNKS)
+        return chunk_format(size, f"{group} {self.dtype} {self.chunk_tokens} {shape!r}")
 
     def spec(self) -> ShardSpec:
         """The namespace as the server knows it."""
@@ -121,42 +115,6 @@ class ModelFacts:
         facts = [1, self.model, self.revision, self.dtype, self.adapter, self.chunk_tokens, *map(repr, self.shapes)]
         name = name_model(self.model, blake3(msgspec.json.encode(facts)).hexdigest())
         return ShardSpec(name, 1, 0, self.chunk_tokens, 1, () if is_plain else groups)
-
-
-class _Awaited:
-    """The answer to a store or retrieve. What is placed for a call that has given up is given back once it is known."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._lock = threading.Lock()
-        self._placed: wire.Placement | None = None
-        self._is_given_up = False
-
-    def read(self, value: object) -> object:
-        """Convert the answer: a Placement, or the final one if there is nothing to copy. Raises ProtocolError."""
-        if not (isinstance(value, list) and len(value) == 4 and isinstance(value[1], str)):
-            return value
-        try:
-            placed = msgspec.convert(value, wire.Placement)
-        except msgspec.ValidationError as exc:
-            raise ProtocolError(f"the server's placement is malformed: {exc}") from exc
-        with self._lock:
-            self._placed = placed
-            is_given_up = self._is_given_up
-        if is_given_up:
-            self._give_back(placed)
-        return placed
-
-    def give_up(self) -> None:
-        """Nobody waits for the answer any more."""
-        with self._lock:
-            self._is_given_up = True
-            placed = self._placed
-        if placed is not None:
-            self._give_back(placed)
-
-    def _give_back(self, placed: wire.Placement) -> None:
-        self._client.ask(wire.Complete(placed.operation, placed.boot, False), deadline_s=None)
 
 
 class Namespace(Generic[S_co, D_co]):
@@ -198,9 +156,8 @@ class Namespace(Generic[S_co, D_co]):
         def store(client: Client) -> int:
             is_whole, request = True, f"put-{next(self._numbers)}"
             for group, (first, moves) in enumerate(sources):
-                shards = self._shards(group, chain, first, count, request)
-                message = wire.Store(self._instance + group, 0, shards)
-                is_whole &= self._move(client, message, first, moves) is True
+                message = wire.Store(self._instance + group, self._shards(chain, first, count, request))
+                is_whole &= self._move(message, first, moves, bool) is True
             return count if is_whole else self._find(client, chain)
 
         return self.chunk_tokens * self._call(store) if count else 0
@@ -390,8 +347,8 @@ class Namespace(Generic[S_co, D_co]):
         with self._registering:
             if self._is_registered:
                 return
-            layouts = [self.facts.layout(group) for group in range(len(self.facts.shapes))]
-            for asked in [client.ask(message) for message in self._spec.register(self._instance, layouts)]:
+            formats = [self.facts.format(group) for group in range(len(self.facts.shapes))]
+            for asked in [client.ask(message) for message in self._spec.register(self._instance, formats)]:
                 asked.result(ANSWER_S)
             self._is_registered = True
 
@@ -404,11 +361,10 @@ class Namespace(Generic[S_co, D_co]):
             raise BadRequest(f"a lease's name must be a text, not {type(name).__name__}")
         return name or f"library-{blake3(self._spec.model.encode() + chain.parent(len(chain))).hexdigest()[:32]}"
 
-    def _shards(self, group: int, chain: ChunkChain, first: int, end: int, request: str) -> list[wire.Shards]:
-        """The chunks `[first, end)` of a sequence; their places among them stand for blocks."""
-        blocks = pack_block_ids(range(end - first))
-        parent, hashes = chain.parent(first), chain.slice(first, end)
-        return self._spec.shards([Transfer(request, parent, first, hashes, blocks, group=group)])
+    def _shards(self, chain: ChunkChain, first: int, end: int, request: str) -> list[wire.Shards]:
+        """The chunks `[first, end)` of a sequence."""
+        shape = self._spec.model, self._spec.world_size, self._spec.rank
+        return [wire.Shards(request, *shape, chain.parent(first), first, chain.slice(first, end), blocks=1)]
 
     def _find(self, client: Client, chain: ChunkChain, request: str = "") -> int:
         """The chunks of the longest stored prefix. They stay pinned for `request`, if it is given."""
@@ -430,9 +386,10 @@ class Namespace(Generic[S_co, D_co]):
                 for group, (kv, first_token) in enumerate(make(count) if count else ()):
                     first = self._first(group, count)
                     moves = self._target(group, kv, first_token)
-                    shards = self._shards(group, chain, first, count, request)
-                    loaded = self._move(client, wire.Retrieve(self._instance + group, shards, False), first, moves)
-                    if not isinstance(loaded, list) or not all(loaded):
+                    shards = self._shards(chain, first, count, request)
+                    message = wire.Retrieve(self._instance + group, shards, unpins=False)
+                    loaded = self._move(message, first, moves, list[bool])
+                    if loaded is None or not all(loaded):
                         return 0
                 return count
             finally:
@@ -441,91 +398,34 @@ class Namespace(Generic[S_co, D_co]):
 
         return self._call(load)
 
-    def _move(self, client: Client, message: wire.Store | wire.Retrieve, first: int, moves: _Moves) -> object:
-        """The answer to a store or retrieve, whose chunks are copied here; False if its server was replaced.
+    def _move(self, message: wire.Store | wire.Retrieve, first: int, moves: _Moves, kind: type[T]) -> T | None:
+        """The answer to a store or retrieve, whose chunks are copied here; None if it was lost, such as with its
+        server. first: number of its first chunk."""
+        is_store = isinstance(message, wire.Store)
 
-        first: number of its first chunk.
-        """
-        awaited = _Awaited(client)
-        future = client.ask(message, awaited.read)
+        def copy(view: ArenaView, placement: wire.Placement) -> None:
+            def copy_one(placed: tuple[int, wire.Place]) -> None:
+                _copy(view.bytes, placed[1], moves=moves, chunk=first + placed[0], is_store=is_store)
+
+            placed = list(zip(placement.chunks, placement.places, strict=True))
+            copy_all(copy_one, placed, len(placed) * moves.size)
+
         try:
-            placed = future.result(ANSWER_S)
-        except BaseException:
-            awaited.give_up()
-            raise
-        if not isinstance(placed, wire.Placement):
-            return placed
-        copied, is_store = False, isinstance(message, wire.Store)
-        try:
-            extents = [extent for place in placed.places for extent in place.extents]
-            with self._link.arena(placed.arena, placed.boot).use(extents) as arena:
-                copy = partial(_copy, arena, moves=moves, first=first, is_store=is_store)
-                is_large = len(placed.places) * moves.size >= _SHARED_BYTES
-                _copy_all(copy, placed.places, _COPY_THREADS if is_large else 1)
-            copied = True
-        finally:
-            ended = client.ask(wire.Complete(placed.operation, placed.boot, copied), deadline_s=None)
-            client.pump()
-        for _ in range(_TRIES):
-            try:
-                return ended.result(ANSWER_S)
-            except UnknownRequest:
-                log.info("not stored or loaded: its server has been replaced")
-                return False
-            except Busy:  # too many requests in this second; the server keeps what it has placed until it hears this
-                time.sleep(_PAUSE_S)
-                ended = client.ask(wire.Complete(placed.operation, placed.boot, copied), deadline_s=None)
-        return ended.result(ANSWER_S)
+            return self._link.move(message, moves.size, copy, kind, ANSWER_S)
+        except UnknownRequest:
+            log.info("not stored or loaded: the server was replaced, or its answer was lost")
+            return None
 
 
-def _copy_all(copy: Callable[[wire.Place], None], places: Sequence[wire.Place], threads: int) -> None:
-    """Copy chunks in this thread and others. Returns, or raises the first error, once no thread copies any more:
-    afterwards the server gives the memory to others."""
-    rest, errors, helpers = deque(places), list[BaseException](), list[threading.Thread]()
-
-    def work() -> None:
-        try:
-            while True:
-                try:
-                    place = rest.popleft()
-                except IndexError:
-                    return
-                copy(place)
-        except BaseException as exc:  # noqa: BLE001 - raised in the caller's thread
-            errors.append(exc)
-            rest.clear()
-
-    try:
-        for _ in range(min(threads, len(places)) - 1):
-            helper = threading.Thread(target=work, daemon=True)
-            helper.start()
-            helpers.append(helper)
-    except RuntimeError as exc:  # no more threads, or Python is ending
-        log.debug("this thread copies alone: %s", exc)
-    except BaseException as exc:  # noqa: BLE001 - as below
-        errors.append(exc)
-        rest.clear()
-    work()
-    while helpers:
-        try:
-            helpers[-1].join()
-            helpers.pop()
-        except BaseException as exc:  # noqa: BLE001 - such as an interrupt
-            errors.append(exc)
-            rest.clear()
-    if errors:
-        raise errors[0]
-
-
-def _copy(arena: Bytes, place: wire.Place, *, moves: _Moves, first: int, is_store: bool) -> None:
-    """Copy one chunk to or from its place in the arena. first: number of the first chunk that was asked for."""
+def _copy(arena: Bytes, place: wire.Place, *, moves: _Moves, chunk: int, is_store: bool) -> None:
+    """Copy one chunk to or from its place in the arena. chunk: its number in the sequence."""
     parts = views(arena, place.extents, 0, moves.size)
-    chunk = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    for stored, given in moves.pairs(first + place.chunk, chunk):
+    data = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    for stored, given in moves.pairs(chunk, data):
         np.copyto(*((stored, given) if is_store else (given, stored)))
     if is_store and len(parts) > 1:
         for part in parts:
-            part[:], chunk = chunk[: len(part)], chunk[len(part) :]
+            part[:], data = data[: len(part)], data[len(part) :]
 
 
 class _Moves(Protocol):

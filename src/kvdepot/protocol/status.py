@@ -106,10 +106,9 @@ class Saved(msgspec.Struct, frozen=True):
 class Engine(msgspec.Struct, frozen=True):
     """One client that looks up or has registered tensors: an engine's scheduler, or one of its workers.
 
-    since_s, idle_s: seconds since it connected, and since its last message. device: the UUID of the GPU that has its
-    tensors, empty for CPU memory. queued: stores and retrieves in progress. engine: the engine's name, as events have
-    it; the same for all its processes. host, pid: of the process, as it sees them itself: in a container, the
-    container's.
+    since_s, idle_s: seconds since it connected, and since its last message. queued: stores and retrieves in progress.
+    engine: the engine's name, as events have it; the same for all its processes. host, pid: of the process, as it sees
+    them itself: in a container, the container's. fault: why it can neither store nor load; empty: it can.
     """
 
     id: str
@@ -117,7 +116,6 @@ class Engine(msgspec.Struct, frozen=True):
     idle_s: float
     models: list[str]
     ranks: list[int]
-    device: str
     tenant: str
     sessions: int
     pinned_chunks: int
@@ -125,6 +123,7 @@ class Engine(msgspec.Struct, frozen=True):
     engine: str = ""
     host: str = ""
     pid: int = 0
+    fault: str = ""
 
 
 class GroupStatus(msgspec.Struct, frozen=True):

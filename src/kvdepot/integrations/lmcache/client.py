@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 import zmq
 
 from kvdepot.client.contract import IPCCacheEngineKey, MessageQueueClient, RequestType, Translated
@@ -74,7 +73,6 @@ class GuardedClient(MessageQueueClient):
         """Leading blocks of the first chunk that the next retrieve must not write, by key."""
         self._failed_blocks: set[int] = set()
         self._stores: list[MessagingFuture[Any]] = []
-        self._last_ticket = 0
 
     def submit_request(
         self, request_type: RequestType, payloads: list[Any], response_cls: type[object] | None = None
@@ -100,28 +98,22 @@ class GuardedClient(MessageQueueClient):
         return GuardedFuture(request_type, future, lambda answer: None)
 
     def submit_call(self, call: Translated, expected: type[object]) -> MessagingFuture[Any]:
-        """Number stores, so that they can be voided, and leave out the blocks that a retrieve must not write."""
-        request = call.request
-        if isinstance(request, wire.Store):
-            self._last_ticket += 1
-            call.request = msgspec.structs.replace(request, ticket=self._last_ticket)
-        elif isinstance(request, wire.Retrieve) and self.skip_blocks:
-            parts = zip(request.shards, self.skip_blocks, strict=True)
-            shards = [msgspec.structs.replace(part, skip_blocks=skip) for part, skip in parts]
-            call.request = msgspec.structs.replace(request, shards=shards)
+        """Remember stores, so that they can be voided, and leave out the blocks that a retrieve must not write."""
+        if isinstance(call.request, wire.Retrieve) and self.skip_blocks:
+            parts = zip(call.block_ids, self.skip_blocks, strict=True)
+            call.block_ids = [ids._replace(skip=skip) for ids, skip in parts]
         future = super().submit_call(call, expected)
-        if isinstance(request, wire.Store):
+        if isinstance(call.request, wire.Store):
             self._stores.append(future)
         return future
 
     def end_stores(self, timeout_s: float) -> None:
         """Make sure that no store reads blocks any more: the engine is about to write to them.
 
-        Waits up to `timeout_s`; stores that are still under way then are voided, and never become visible.
+        Waits up to `timeout_s`; stores that are still under way then are voided (see `Lane.give_up`).
         """
-        if not self.wait(lambda: all(store.query() for store in self._stores), timeout_s):
-            log.warning("stores were dropped: the server did not copy them within %g s", timeout_s)
-            self.liveness.raise_fence(self._last_ticket)
+        if self._stores and self.lane.give_up(self._stores, timeout_s):
+            log.warning("stores were dropped: they were not copied within %g s", timeout_s)
         self._stores.clear()
 
     def take_failed_blocks(self) -> set[int]:

@@ -1,33 +1,48 @@
 """Pages of SGLang's host pools in the depot: which exist, and their bytes. No SGLang is imported here.
 
 Used by storage.py on SGLang's own threads, several at once; the client is thread-safe. A page is a chunk of one block,
-named by SGLang's key; its bytes are where the pool's `get_page_buffer_meta` says, in a memory file that the server maps
-(zero copy on this side). Invariants: every wait has a deadline, but for one: pages that the server may still write are
-not given back, so a retrieve that it has begun ends with its answer or its death. A store whose answer is late is
-voided by the fence. Without a server, everything is a miss.
+named by SGLang's key; its bytes are where the pool's `get_page_buffer_meta` says, and the calling thread copies them to
+or from the arena. Invariants: every wait has a deadline, and no page is read or written after its call, in which
+SGLang keeps it. Without a server, everything is a miss.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import logging
 import secrets
 import time
 from binascii import unhexlify
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import numpy as np
 
 from kvdepot.client import admin
 from kvdepot.client.calls import ANSWER_S, ask
+from kvdepot.client.link import Link, copy_all
 from kvdepot.client.scheduler import LOOKUP_S
 from kvdepot.client.socket import CONNECT_S, Client, MessagingFuture
-from kvdepot.client.transfer import PromptChunks, ShardSpec, Transfer, pack_block_ids
-from kvdepot.devices.cpu import view_memory_file
-from kvdepot.errors import BadRequest, ConfigError, DeadlineExceeded, KVDepotError, LayoutError, Unavailable
+from kvdepot.client.transfer import PromptChunks, ShardSpec
+from kvdepot.devices.blocks import CopyPiece
+from kvdepot.devices.host import HostBlocks
+from kvdepot.devices.self_test import test_blocks
+from kvdepot.errors import (
+    BadRequest,
+    ConfigError,
+    DeadlineExceeded,
+    DeviceError,
+    KVDepotError,
+    LayoutError,
+    Unavailable,
+)
+from kvdepot.memory.arena_view import ArenaView
+from kvdepot.memory.extents import Bytes, Ids
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ROOT, engine_hash
-from kvdepot.protocol.layout import Layout, build_layout
+from kvdepot.protocol.layout import TensorView, build_layout
 
 if TYPE_CHECKING:
     import torch
@@ -36,14 +51,15 @@ log = logging.getLogger(__name__)
 
 KV = "kv"
 """SGLang's name of the pool that each request needs; other pools are a hybrid model's."""
-_PING_S = 1.0
-"""A server that does not answer within this time is not asked to write into pages."""
+T = TypeVar("T")
 _RETURN_S = 0.2
 """Waiting for a server that is lost or has just come back; each call waits that long at most."""
-_STORE_S = 10.0
+_REGISTER_S = 1.0
+_GET_S = 1.0
+"""Each of the two answers to a read of pages."""
+_SET_S = 5.0
+"""Each of the two answers to a write: the server may have to have memory allocated for it."""
 _CLEAR_S = 10.0
-_HUNG_S = 30.0
-"""Between two log lines about a server that hangs while it writes."""
 
 
 class HostPool(Protocol):
@@ -63,26 +79,50 @@ class PagePool:
     def __init__(self, pool: HostPool, name: str, ranks: tuple[int, int]) -> None:
         """name: as SGLang calls it. ranks: how many share its KV, and which of them this is.
 
-        Raises LayoutError for a pool whose memory the server cannot map, or that does not say where its pages are.
+        Tests copies of some pages, whose bytes are as before afterwards; pages that cannot be copied are a `fault`.
+        Raises LayoutError for a pool that does not say where its pages are.
         """
         self.name, self.page_size = name, pool.page_size
         self.world_size, self.rank = ranks
-        self.layout = _lay_out(pool, name)
+        self.blocks = _map(pool, name)
         of_pool = [getattr(pool, fact, "") for fact in ("layout", "dtype", "page_size", "storage_format_tag")]
         self.facts = "|".join(map(str, (type(pool).__name__, self.world_size, *of_pool)))  # equal on all ranks
         self.instance = 0
         self.spec = ShardSpec("", self.world_size, self.rank, self.page_size, 1)
+        self.fault = ""
+        self._pool = pool  # its memory lasts as long as ours
+        try:
+            test_blocks([self.blocks])
+        except DeviceError as exc:
+            self.fault = f"pool {name}: {exc}"
+            log.error("kvdepot: nothing of pool %s is kept, because copies of its pages are wrong: %s", name, exc)
 
-    def blocks(self, indices: torch.Tensor, count: int) -> list[int]:
-        """The pages of `count` keys from the indices of their slots. Raises BadRequest if they are no whole pages."""
-        first = indices[:: self.page_size].tolist()
-        if len(indices) != count * self.page_size or any(index % self.page_size for index in first):
-            raise BadRequest(f"{len(indices)} slots of pool {self.name} are not {count} pages of {self.page_size}")
-        return [index // self.page_size for index in first]
+    @property
+    def page_bytes(self) -> int:
+        return self.blocks.layout.block_bytes
+
+    def pages(self, indices: torch.Tensor, count: int) -> Ids:
+        """The pages of `count` keys from the indices of their slots. Raises BadRequest unless they are whole pages of
+        the pool, each once."""
+        first, size = indices[:: self.page_size].tolist(), self.page_size
+        if len(indices) != count * size or any(index % size for index in first):
+            raise BadRequest(f"{len(indices)} slots of pool {self.name} are not {count} pages of {size}")
+        pages = [index // size for index in first]
+        if len(set(pages)) < count or not all(0 <= page < self.blocks.layout.num_blocks for page in pages):
+            raise BadRequest(f"pages {pages[:8]} are not {count} of the {self.blocks.layout.num_blocks} of {self.name}")
+        return np.array(pages, np.intp)
+
+    def copy(self, view: ArenaView, placement: wire.Placement, pages: Ids, *, is_store: bool) -> None:
+        """Copy pages to or from their places in the arena. pages: of all keys of the placement's request."""
+        placed = zip(placement.chunks, placement.places, strict=True)
+        pieces = [CopyPiece(place.extents, pages[chunk : chunk + 1]) for chunk, place in placed]
+        step = max(1, self.blocks.task_bytes // self.page_bytes)
+        parts = [pieces[at : at + step] for at in range(0, len(pieces), step)]
+        copy_all(lambda part: self.blocks.move(view, part, is_store), parts, len(pieces) * self.page_bytes)
 
 
-def _lay_out(pool: HostPool, name: str) -> Layout:
-    """Where the bytes of each page are: in each part of a page, one stride from page to page."""
+def _map(pool: HostPool, name: str) -> HostBlocks:
+    """The pages of a pool as blocks: in each part of a page, there is one stride from page to page."""
     import torch
 
     if not hasattr(pool, "get_page_buffer_meta"):
@@ -106,13 +146,36 @@ def _lay_out(pool: HostPool, name: str) -> Layout:
     expected = size * getattr(pool, "size_per_token", sum(sizes) // size)
     if sum(sizes) != expected:
         raise LayoutError(f"pool {name}: its pages have {sum(sizes)} bytes, but its tokens {expected}")
-    views = []
-    for number, (start, end, at, part) in enumerate(zip(starts, ends, last, sizes, strict=True)):
+    rows = []
+    for start, end, at, part in zip(starts, ends, last, sizes, strict=True):
         stride = end - start or part
-        if at != start + (count - 1) * stride:
+        if stride < part or at != start + (count - 1) * stride:
             raise LayoutError(f"pool {name}: its pages are not equally apart")
-        views.append(view_memory_file(f"{name} {number}", start, (count, part, stride)))
-    return build_layout(views, [0] * len(views))
+        rows.append((start, stride, part, at + part))
+    spans = _join((start, end) for start, _, _, end in rows)
+    views = []
+    for number, (start, stride, part, _) in enumerate(rows):
+        first, end = next(span for span in spans if span[0] <= start < span[1])
+        shape, strides = (count, part), (stride, 1)
+        views.append(TensorView(f"{name} {number}", hex(first), end - first, start - first, shape, strides, 1, "uint8"))
+    memories = {hex(first): _memory_at(first, end - first) for first, end in spans}
+    return HostBlocks(build_layout(views, [0] * len(views)), memories)
+
+
+def _join(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The `[start, end)` spans of memory, those that overlap or touch joined."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _memory_at(address: int, size: int) -> Bytes:
+    """Memory of this process."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 
 def hash_keys(keys: Sequence[str]) -> bytes:
@@ -129,11 +192,12 @@ class PageStore:
     def __init__(self, client: Client, namer: Callable[[PagePool, int], str], revive: Callable[[], None]) -> None:
         """namer: names a pool's KV, given how often weights have changed. revive: called while there is no server."""
         self._client = client
+        self._link = Link(client)
         self._namer = namer
         self._revive = revive
         self._pools: dict[str, PagePool] = {}
         self._session = secrets.token_hex(8)
-        self._numbers = itertools.count(1)  # of sessions, and tickets
+        self._numbers = itertools.count(1)  # of sessions
         self._epoch = 0
         self._is_suspended = False
         self._warned: set[type[Exception]] = set()
@@ -146,7 +210,7 @@ class PageStore:
     def add(self, pool: PagePool) -> None:
         """Keep a pool's pages from now on; the first one is the KV pool. Blocks 30 s at most; without a server, 5 s.
 
-        Raises the server's error. After Unavailable or DeadlineExceeded, the next server maps the pool.
+        Raises the server's error. After Unavailable or DeadlineExceeded, the next server knows the pool.
         """
         self._pools[pool.name] = pool
         try:
@@ -172,7 +236,7 @@ class PageStore:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page of the KV pool."""
-        return self._pools[KV].layout.block_bytes
+        return self._pools[KV].page_bytes
 
     def _enter(self, pool: PagePool) -> None:
         """Give a pool the name under which its KV is kept from now on."""
@@ -180,8 +244,10 @@ class PageStore:
         pool.spec = ShardSpec(model, pool.world_size, pool.rank, self._page_tokens, 1)
 
     def _register(self, pool: PagePool) -> list[MessagingFuture[None]]:
-        """Have the server map a pool. Never blocks."""
-        return [self._client.ask(message) for message in pool.spec.register(pool.instance, [pool.layout])]
+        """Tell the server of a pool. Never blocks."""
+        formats = [pool.blocks.layout.format]
+        messages = pool.spec.register(pool.instance, formats, fault=pool.fault)
+        return [self._client.ask(message) for message in messages]
 
     def suspend(self) -> None:
         """Weights are about to change: keep and find nothing until SGLang has flushed what the old ones computed."""
@@ -199,7 +265,7 @@ class PageStore:
             self._enter(pool)
             with contextlib.suppress(Unavailable, DeadlineExceeded):  # the next server has it from the client
                 for answer in self._register(pool):
-                    answer.result(_PING_S)
+                    answer.result(_REGISTER_S)
         self._is_suspended = False
 
     # -- pages
@@ -207,20 +273,15 @@ class PageStore:
     def _served(self, name: str, keys: Sequence[str]) -> PagePool | None:
         """The pool, if a server can be asked for these keys of it now; None: all are misses. Blocks 0.2 s at most."""
         pool = self._pools.get(name)
-        if pool is None or not keys or self._is_suspended:
+        if pool is None or not keys or self._is_suspended or pool.fault:
             return None
         if not self._client.is_welcomed:
             self._revive()
-            if not self._answers(_RETURN_S):
+            try:
+                self._client.ask(wire.Noop(), deadline_s=_RETURN_S).result(_RETURN_S)
+            except KVDepotError:
                 return None
         return pool
-
-    def _answers(self, timeout_s: float) -> bool:
-        try:
-            self._client.ask(wire.Noop(), deadline_s=timeout_s).result(timeout_s)
-        except KVDepotError:
-            return False
-        return True
 
     def exists(self, name: str, keys: Sequence[str], prefix: Sequence[str] | None = None) -> int:
         """Count the keys, from the first on, that are there on all ranks. Blocks a second, and as long as tiers take.
@@ -248,59 +309,54 @@ class PageStore:
         return [hashes[at : at + HASH_BYTES] in ready for at in range(0, len(hashes), HASH_BYTES)]
 
     def get(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
-        """Copy pages into a pool; which were copied. Blocks a second, and as long as copying takes.
+        """Copy pages into a pool; which were copied. Blocks two seconds, and as long as copying takes.
 
-        Raises KVDepotError if nothing was copied.
+        Raises KVDepotError if nothing was copied, or that is not known.
         """
         pool, missed = self._served(name, keys), [False] * len(keys)
         if pool is None:
             return missed
-        shards = self._shards(pool, keys, indices)
-        if not self._answers(_PING_S):
-            return missed
-        answer = ask(self._client, wire.Retrieve(pool.instance, shards, unpins=False), list[bool])
-        while not self._client.wait(answer.query, _HUNG_S):
-            log.error(
-                "kvdepot: the server at %s hangs while it writes into this engine's pages; they can be used again when "
-                "it goes on or is killed", self._client.server_url,
-            )  # fmt: skip
-        done = answer.result(0.0)
+        pages, shards = pool.pages(indices, len(keys)), self._shards(pool, keys)
+        done = self._move(pool, wire.Retrieve(pool.instance, [shards], unpins=False), pages, list[bool])
         if len(done) != len(keys):
             raise BadRequest(f"the server answered {len(done)} values for {len(keys)} pages")
         if self._is_suspended:
             return missed  # weights have begun to change meanwhile
         if name == KV and pool.rank == 0:
             saved = self._page_tokens * sum(done)
-            self._client.ask(wire.EndSession(shards[0].request, saved, model=pool.spec.model), deadline_s=None)
+            self._client.ask(wire.EndSession(shards.request, saved, model=pool.spec.model), deadline_s=None)
         return done
 
     def set(
         self, name: str, keys: Sequence[str], indices: torch.Tensor, prefix: Sequence[str] | None = None
     ) -> list[bool]:
-        """Copy pages of a pool into the depot; whether all are there, per key. Blocks 10 s at most.
+        """Copy pages of a pool into the depot; whether all are there, per key. Blocks 10 s, and as long as copying
+        takes.
 
         prefix: as in `exists`; pages whose prefix is known and there are a chain, which is found and evicted as one.
-        Raises KVDepotError if nothing was kept.
+        Raises KVDepotError if nothing was kept, or that is not known.
         """
         pool = self._served(name, keys)
         if pool is None:
             return [False] * len(keys)
-        ticket = next(self._numbers)
-        store = wire.Store(pool.instance, ticket, self._shards(pool, keys, indices, prefix))
-        try:
-            is_whole = ask(self._client, store, bool).result(_STORE_S)
-        except DeadlineExceeded:
-            self._client.liveness.raise_fence(ticket)  # SGLang may overwrite the pages now
-            raise
-        return [is_whole] * len(keys)
+        pages, shards = pool.pages(indices, len(keys)), self._shards(pool, keys, prefix)
+        return [self._move(pool, wire.Store(pool.instance, [shards]), pages, bool)] * len(keys)
 
-    def _shards(
-        self, pool: PagePool, keys: Sequence[str], indices: torch.Tensor, prefix: Sequence[str] | None = None
-    ) -> list[wire.Shards]:
-        blocks = pack_block_ids(pool.blocks(indices, len(keys)))
+    def _shards(self, pool: PagePool, keys: Sequence[str], prefix: Sequence[str] | None = None) -> wire.Shards:
         request = f"sglang-{self._session}-{next(self._numbers)}"
         parent = b"" if prefix is None else hash_keys(prefix[-1:]) or ROOT
-        return pool.spec.shards([Transfer(request, parent, len(prefix or ()), hash_keys(keys), blocks)])
+        spec = pool.spec.model, pool.world_size, pool.rank
+        return wire.Shards(request, *spec, parent, len(prefix or ()), hash_keys(keys), blocks=1)
+
+    def _move(self, pool: PagePool, request: wire.Store | wire.Retrieve, pages: Ids, kind: type[T]) -> T:
+        """The answer to a store or retrieve, whose pages are copied here. Raises KVDepotError."""
+        is_store = isinstance(request, wire.Store)
+
+        def copy(view: ArenaView, placement: wire.Placement) -> None:
+            pool.copy(view, placement, pages, is_store=is_store)
+
+        with self._link.call():
+            return self._link.move(request, pool.page_bytes, copy, kind, _SET_S if is_store else _GET_S)
 
     def clear(self) -> bool:
         """Remove the pages of all pools, from tiers too; whether that is certain. Blocks 10 s at most."""
@@ -320,9 +376,6 @@ class PageStore:
             log.error("kvdepot: internal error, counts as a miss", exc_info=exc)
 
     def close(self) -> None:
-        """Have the server unmap the pools, and close the connection. Blocks some seconds at most."""
-        answers = [
-            self._client.ask(wire.Unregister(pool.instance), deadline_s=_PING_S) for pool in self._pools.values()
-        ]
-        self._client.wait(lambda: all(answer.query() for answer in answers), _PING_S)
-        self._client.close()
+        """Close the connection, and with it all registrations, once no page is being copied. Blocks some seconds at
+        most."""
+        self._link.close()

@@ -19,10 +19,6 @@ _OF_SGLANG = {
     "file_storage_path",
 }  # fmt: skip
 """Keys that SGLang itself reads or adds."""
-_NEEDED = {
-    "interface_v1": (1, "SGLang would otherwise copy each page by itself"),
-    "allocator": ("shm", "the server can then map SGLang's host memory"),
-}
 _PAUSE_S = 10.0
 """Between two starts of a server that crashes."""
 
@@ -49,12 +45,11 @@ def read_settings(extra: object) -> HiCacheSettings:
     """Our keys of the extra config. Raises ConfigError for anything that is missing, unknown or of a wrong type."""
     if not isinstance(extra, dict):
         raise ConfigError(f"--hicache-storage-backend-extra-config must be a JSON object, not {extra!r:.80}")
-    for key, (value, why) in _NEEDED.items():
-        if not extra.get(key) or (key == "allocator" and extra[key] != value):
-            raise ConfigError(
-                f'add "{key}": {value!r} to --hicache-storage-backend-extra-config, given in the command itself and '
-                f"not as a file: {why}".replace("'", '"')
-            )
+    if not extra.get("interface_v1"):
+        raise ConfigError(
+            'add "interface_v1": 1 to --hicache-storage-backend-extra-config, given in the command itself and not as a '
+            "file: SGLang would otherwise copy each page by itself"
+        )
     known, given = get_type_hints(HiCacheSettings), {}
     for key, value in extra.items():
         name = key.removeprefix(_PREFIX)

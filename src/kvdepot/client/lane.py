@@ -1,0 +1,701 @@
+"""The lane of a worker: one thread that copies between the engine's blocks and the arena, and asks the server about it.
+
+So neither the engine's thread waits for a copy, nor a copy for the engine's next step. Used by client/worker.py and
+client/contract.py. An operation is one store, retrieve or comparison:
+
+    WAITING      its event has not happened           nothing is asked of the server
+    READY        too many others are at the server    as above
+    ASKED        the server is placing its chunks
+    PLACED       it is copied, slice by slice         the server keeps its places until it is completed
+    COMPLETING   the server is told that no byte is copied any more
+    ENDED
+
+Invariants: every operation that a server has placed is completed, unless the client closes: whatever happens, the
+server gets its memory back. Every future ends once, and not while its blocks are being copied. Loads go before stores
+at every slice; among each other, operations of one direction are asked and copied in the order in which their events
+happen, or else were submitted. So a comparison is made with what was there before the store behind it.
+
+The engine's thread may submit, give up and wait while the lane copies: a lock guards what both use, and the lane does
+not hold it while it copies, waits or asks an event. The client's lock is taken within it, never around it: answers,
+which come under the client's lock, are only queued.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+
+from kvdepot.client.connection import CHECK_S
+from kvdepot.client.copies import BUSY_S, COMPLETE_TRIES, Arenas, check_places, give_back, read_placement, sums
+from kvdepot.client.device_events import EVENT_S, DeviceEvent, happened
+from kvdepot.client.socket import Client, MessagingFuture
+from kvdepot.devices.blocks import BlockMemory, CopyPiece
+from kvdepot.devices.comparison import compare
+from kvdepot.errors import (
+    BadRequest,
+    Busy,
+    DeadlineExceeded,
+    KVDepotError,
+    ProtocolError,
+    Unavailable,
+    UnknownInstance,
+    UnknownRequest,
+)
+from kvdepot.memory.extents import Ids, checksum
+from kvdepot.protocol import wire
+from kvdepot.protocol.keys import HASH_BYTES
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MOST_AT_SERVER = 64
+"""Operations of one direction that a server has placed, or is placing: while one is copied, it places the next ones."""
+_MOST_WAITING = 4096
+ANSWER_S = 60.0
+"""An operation fails if the server leaves it without an answer for this long, as one that is stopped does."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.001
+"""The pause between two looks at events doubles while nothing happens: each look takes the GIL from the engine."""
+_IDLE_S = 0.5
+"""Without events, the thread looks this often at what is overdue."""
+_CLOSE_S = 5.0
+_COMPLAIN_S = 30.0
+
+Copying: TypeAlias = wire.Store | wire.Retrieve | wire.Compare
+
+
+class BlockIds(NamedTuple):
+    """The blocks of one `wire.Shards`: of all its chunks, in order. A load does not write the first `skip` of them."""
+
+    ids: Ids
+    skip: int = 0
+
+    @classmethod
+    def unpack(cls, packed: bytes, skip: int = 0) -> BlockIds:
+        """From little-endian uint32."""
+        return cls(np.frombuffer(packed, "<u4").astype(np.intp), skip)
+
+
+class LaneFuture(MessagingFuture[T]):
+    """The outcome of one operation: the server's last answer, or why there is none. `query` never blocks, and waits for
+    no lock."""
+
+    __slots__ = ("_lane",)
+
+    def __init__(self, lane: Lane, convert: Callable[[object], T] | None = None) -> None:
+        super().__init__(None, convert)
+        self._lane = lane
+
+    def result(self, timeout: float | None = None) -> T:
+        """The value; blocks for `timeout` seconds at most (None: 60 s). Errors: see MessagingFuture."""
+        if not self._done:
+            self._lane.wait(self.query, 60.0 if timeout is None else timeout)
+        return super().result(timeout)
+
+
+class Phase(enum.Enum):
+    """A stage of an operation; the table above says what it waits for."""
+
+    WAITING = enum.auto()
+    READY = enum.auto()
+    ASKED = enum.auto()
+    PLACED = enum.auto()
+    COMPLETING = enum.auto()
+    ENDED = enum.auto()
+
+
+_AT_SERVER = {Phase.ASKED, Phase.PLACED, Phase.COMPLETING}
+_NEEDS_SERVER = {Phase.READY, Phase.ASKED, Phase.COMPLETING}
+
+
+@dataclass(slots=True, eq=False)
+class _Operation:
+    request: Copying
+    blocks: BlockMemory
+    block_ids: Sequence[BlockIds]
+    event: DeviceEvent | None
+    future: LaneFuture[Any]
+    phase: Phase = Phase.WAITING
+    since: float = field(default_factory=time.monotonic)
+    """When it entered the phase, or was last answered."""
+    is_void: bool = False  # no byte may be copied any more; its future ends, or has ended, with an error
+    placement: wire.Placement | None = None
+    pieces: list[CopyPiece] = field(default_factory=list)  # one per place, once the placement was checked
+    copied: int = 0  # pieces
+    sums: list[int] = field(default_factory=list)
+    differences: list[list[float]] = field(default_factory=list)
+    tries: int = 0  # of completing it
+    completion: wire.Complete | None = None
+
+    @property
+    def is_load(self) -> bool:
+        return isinstance(self.request, wire.Retrieve)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.request.shards[0].blocks * self.blocks.layout.block_bytes
+
+    def check(self) -> None:
+        """Raise BadRequest unless its blocks are those of its chunks, and registered; each is named once, but in parts
+        of a store that different requests ask for."""
+        shards, layout = self.request.shards, self.blocks.layout
+        if len(shards) != len(self.block_ids) or not shards:
+            raise BadRequest(f"block ids of {len(self.block_ids)} parts for {len(shards)} parts of requests")
+        used = []
+        for part, (ids, skip) in zip(shards, self.block_ids, strict=True):
+            chunks = len(part.hashes) // HASH_BYTES
+            if len(ids) != chunks * part.blocks or part.blocks != shards[0].blocks or not len(ids):
+                raise BadRequest(f"{len(ids)} block ids for {chunks} chunks of {part.blocks} blocks")
+            if ids.min() < 0 or ids.max() >= layout.num_blocks:
+                raise BadRequest(f"block ids {ids.min()} to {ids.max()} are not within {layout.num_blocks} blocks")
+            if not 0 <= skip < part.blocks or (skip and not self.is_load):
+                raise BadRequest(f"a {type(self.request).__name__} cannot skip {skip} of {part.blocks} blocks")
+            used.append(ids[skip:])
+            if len(np.unique(used[-1])) != len(used[-1]):
+                raise BadRequest(f"block ids of request {part.request[:64]!r} repeat")
+        if self.is_load and len(used) > 1:
+            together = np.concatenate(used)
+            if len(np.unique(together)) != len(together):
+                raise BadRequest("two requests retrieve into the same block")
+
+    def pieces_of(self, placement: wire.Placement) -> list[CopyPiece]:
+        """The blocks of each place. Raises ProtocolError for chunks that were not asked for."""
+        chunks, places = placement.chunks, placement.places
+        per_chunk = self.request.shards[0].blocks
+        ids = np.concatenate([each.ids for each in self.block_ids]).reshape(-1, per_chunk)
+        firsts = itertools.accumulate((len(each.ids) // per_chunk for each in self.block_ids), initial=0)
+        skips = dict(zip(firsts, (each.skip for each in self.block_ids), strict=False))
+        is_known = all(0 <= chunk < len(ids) for chunk in chunks) and len(set(chunks)) == len(chunks)
+        if len(places) != len(chunks) or not chunks or not is_known:
+            raise ProtocolError(f"the server has placed chunks {chunks[:8]} of {len(ids)} at {len(places)} places")
+        return [
+            CopyPiece(place.extents, ids[chunk], skips.get(chunk, 0))
+            for chunk, place in zip(chunks, places, strict=True)
+        ]
+
+
+class Lane:
+    """Copies one worker's blocks. Any thread may call it. Its own thread starts with the first `add`."""
+
+    def __init__(self, client: Client, called: str = "kvdepot-lane") -> None:
+        """client: used by the lane while it is open; close the lane first. called: the thread's name; empty: there is
+        no thread, and the caller calls `turn`."""
+        self.arenas = Arenas()
+        self._client = client
+        self._called = called
+        self._changed = threading.Condition(threading.Lock())  # an operation has ended, or a slice was copied
+        # What follows is guarded by that lock, but for `_answers`.
+        self._memories: dict[int, BlockMemory] = {}  # by instance
+        self._live: dict[LaneFuture[Any], _Operation] = {}
+        self._waiting: list[_Operation] = []
+        self._ready: dict[bool, deque[_Operation]] = {True: deque(), False: deque()}  # loads, and all others
+        self._placed: dict[bool, deque[_Operation]] = {True: deque(), False: deque()}
+        self._at_server: Counter[bool] = Counter()
+        self._copying: _Operation | None = None  # of which a slice is being copied
+        self._refused: list[_Operation] = []  # whose completion the server was too busy for
+        self._closed: KVDepotError | None = None
+        self._thread: threading.Thread | None = None
+        self._answers: deque[tuple[_Operation, object]] = deque()
+        self._wake_fd = -1
+        self._ended = threading.Event()  # the thread has: two threads must not join one in CPython 3.11
+        self._followed = "", b""  # the arena that memories follow
+        self._added: list[BlockMemory] = []  # the thread does not know them yet
+        self._next_check = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+        _lanes.add(self)
+
+    def __repr__(self) -> str:
+        return f"<Lane {self._called} of {len(self._memories)} instances, {len(self._live)} operations>"
+
+    # -- whose blocks
+
+    def add(self, instance: int, blocks: BlockMemory) -> None:
+        """Copy these blocks, which are about to be registered as `instance`; the lane closes them. Raises Unavailable
+        if it is closed, or there can be no thread."""
+        self.remove(instance)
+        with self._changed:
+            if self._closed is not None:
+                raise self._closed
+            if self._called and self._thread is None:
+                self._start()
+            self._memories[instance] = blocks
+            self._added.append(blocks)
+        self._wake()
+
+    def memory(self, instance: int) -> BlockMemory | None:
+        """The blocks that were added as `instance`."""
+        return self._memories.get(instance)
+
+    def remove(self, instance: int, timeout_s: float = 0.0) -> None:
+        """Copy these blocks no more. Blocks as `give_up` does, for all operations with them."""
+        with self._changed:
+            blocks = self._memories.pop(instance, None)
+            if blocks is None:
+                return
+            futures = [future for future, each in self._live.items() if each.blocks is blocks]
+        self.give_up(futures, timeout_s)
+        blocks.close()
+
+    # -- operations
+
+    def submit(
+        self,
+        request: Copying,
+        block_ids: Sequence[BlockIds],
+        event: DeviceEvent | None = None,
+        convert: Callable[[object], T] | None = None,
+    ) -> LaneFuture[T]:
+        """Copy the chunks that a request names once `event` has happened. Never blocks.
+
+        block_ids: of each of `request.shards`. convert: makes the future's value from the server's last answer: that of
+        `wire.Complete`, or to the request itself if there is nothing to copy. Errors come by the future:
+        UnknownInstance without an `add`, BadRequest for blocks that do not fit, Busy if too many operations wait,
+        DeadlineExceeded if the event does not happen or the server does not answer, Unavailable, DeviceError.
+        """
+        future: LaneFuture[T] = LaneFuture(self, convert)
+        with self._changed:
+            try:
+                operation = self._operation(request, block_ids, event, future)
+            except KVDepotError as exc:
+                future._finish(exc)
+                return future
+            self._live[future] = operation
+            if event is None:
+                self._make_ready(operation)
+                self._ask_ready()
+                # Asked in this thread, which needs no switch of threads. An answer to another request, which may have
+                # come meanwhile, would not be noticed by the lane.
+                must_wake = len(self._live) > 1 or bool(self._answers)
+            else:
+                self._waiting.append(operation)
+                self._pause_s = _FIRST_PAUSE_S
+                must_wake = True
+        if must_wake:
+            self._wake()
+        return future
+
+    def _operation(
+        self, request: Copying, block_ids: Sequence[BlockIds], event: DeviceEvent | None, future: LaneFuture[Any]
+    ) -> _Operation:
+        if self._closed is not None:
+            raise self._closed
+        blocks = self._memories.get(request.instance)
+        if blocks is None:
+            raise UnknownInstance(f"no KV tensors are registered as instance {request.instance}")
+        if len(self._live) - self._at_server.total() >= _MOST_WAITING:
+            raise Busy(f"{_MOST_WAITING} copies already wait for their events or for the server")
+        operation = _Operation(request, blocks, block_ids, event, future)
+        operation.check()
+        return operation
+
+    def give_up(self, futures: Collection[MessagingFuture[Any]], timeout_s: float) -> int:
+        """Make sure that the lane touches no block of these operations any more. Returns how many were voided.
+
+        Waits up to `timeout_s` until they have ended. Those that have not are voided, and end with an error: what was
+        not copied never is, and no such store becomes visible unless all its bytes had been copied. A slice that is
+        being copied is waited for, whatever the timeout: if this returned, the caller would overwrite bytes that a
+        device may still be reading. That takes milliseconds, or for ever if the device hangs; then this logs an error
+        every 30 s.
+        """
+        if self.wait(lambda: all(future.query() for future in futures), timeout_s):
+            return 0
+        with self._changed:
+            given_up = set(map(id, futures))
+            voided = [each for future, each in self._live.items() if id(future) in given_up and not future.query()]
+            for operation in voided:
+                self._void(operation, KVDepotError("its blocks were given up before they were copied"))
+            self._prune()
+            while not all(operation.future.query() for operation in voided):
+                if not self._changed.wait(_COMPLAIN_S):
+                    log.error("a copy of KV has not ended for %g s: does the device hang?", _COMPLAIN_S)
+        self._wake()
+        return len(voided)
+
+    def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until `done()`, which is asked whenever an operation has ended; it must not use the lane. Blocks for
+        `timeout_s` at most."""
+        if done():
+            return True
+        with self._changed:
+            return self._changed.wait_for(done, timeout_s)
+
+    def close(self) -> bool:
+        """End all operations with Unavailable, and the thread. Safe twice. Blocks 5 s at most, for a device that hangs.
+
+        Returns whether no byte is copied any more. If not, do not close the client, whose server would give the memory
+        to others; the blocks stay allocated.
+        """
+        with self._changed:
+            self._end_all(Unavailable("this client is closed"))
+            thread = self._thread
+        self._wake()
+        if thread is None:
+            self._release()
+            return True
+        if thread is threading.current_thread():
+            return self._copying is None
+        if not self._ended.wait(_CLOSE_S):
+            log.error("a copy of KV has not ended for %g s: does the device hang?", _CLOSE_S)
+            return False
+        return True
+
+    # -- changes of an operation; the lock is held
+
+    def _make_ready(self, operation: _Operation) -> None:
+        operation.phase, operation.since = Phase.READY, time.monotonic()
+        self._ready[operation.is_load].append(operation)
+
+    def _ask_ready(self) -> bool:
+        """Ask for what is ready, loads first, as far as there may be more at the server. Returns whether any was."""
+        any_asked = False
+        for is_load in (True, False):
+            ready = self._ready[is_load]
+            while ready and self._at_server[is_load] < _MOST_AT_SERVER:
+                operation = ready.popleft()
+                if operation.phase is Phase.READY:
+                    operation.phase, operation.since = Phase.ASKED, time.monotonic()
+                    self._at_server[is_load] += 1
+                    self._client.ask_then(operation.request, partial(self._heard, operation), None)
+                    any_asked = True
+        return any_asked
+
+    def _heard(self, operation: _Operation, value: object) -> None:
+        """An answer has come; under the client's lock, on whichever thread has read it."""
+        self._answers.append((operation, value))
+        if threading.current_thread() is not self._thread:
+            self._wake()
+
+    def _take_answers(self) -> bool:
+        any_taken = False
+        while self._answers:
+            operation, value = self._answers.popleft()
+            any_taken = True
+            operation.since = time.monotonic()
+            if operation.phase is Phase.ASKED:
+                self._answered(operation, value)
+            elif operation.phase is Phase.COMPLETING:
+                self._completed(operation, value)
+        return any_taken
+
+    def _answered(self, operation: _Operation, value: object) -> None:
+        try:
+            placement = read_placement(value)
+        except ProtocolError as exc:
+            placement, value = None, exc
+        if placement is None:
+            self._end(operation, value)
+            return
+        operation.placement, operation.phase = placement, Phase.PLACED
+        if operation.is_void:
+            self._complete(operation, give_back(placement))
+        else:
+            self._placed[operation.is_load].append(operation)
+
+    def _complete(self, operation: _Operation, message: wire.Complete) -> None:
+        operation.phase, operation.since, operation.completion = Phase.COMPLETING, time.monotonic(), message
+        operation.tries += 1
+        self._client.ask_then(message, partial(self._heard, operation), None)
+
+    def _completed(self, operation: _Operation, value: object) -> None:
+        if isinstance(value, Busy) and operation.tries < COMPLETE_TRIES:
+            self._refused.append(operation)  # the server keeps what it has placed until it hears this
+            return
+        if isinstance(value, UnknownRequest):
+            value = Unavailable("the server that had placed its chunks was replaced")
+            if isinstance(operation.request, wire.Store) and not operation.is_void:
+                log.info("not stored: %s", value)
+                value = False
+        self._end(operation, value)
+
+    def _end(self, operation: _Operation, value: object) -> None:
+        """It is over. value: of its future, unless that has ended before."""
+        if operation.phase in _AT_SERVER:
+            self._at_server[operation.is_load] -= 1
+        operation.phase = Phase.ENDED
+        self._live.pop(operation.future, None)
+        try:
+            operation.future._finish(value)
+        except Exception as exc:
+            log.exception("the outcome of a copy could not be converted")
+            operation.future._finish(ProtocolError(f"the server's answer {value!r:.80} was not understood: {exc!r}"))
+        self._changed.notify_all()
+
+    def _void(self, operation: _Operation, error: KVDepotError) -> None:
+        """Copy nothing of it any more. Its future ends at once, or with the slice that is being copied."""
+        operation.is_void = True
+        if operation is self._copying:
+            return
+        if operation.phase not in _AT_SERVER:
+            self._end(operation, error)
+            return
+        operation.future._finish(error)
+        if operation.phase is Phase.PLACED and operation.placement is not None:
+            self._complete(operation, give_back(operation.placement))
+        self._changed.notify_all()
+
+    def _prune(self) -> None:
+        """Forget operations that ended while they waited."""
+        self._waiting = [operation for operation in self._waiting if operation.phase is Phase.WAITING]
+        for is_load, ready in self._ready.items():
+            self._ready[is_load] = deque(operation for operation in ready if operation.phase is Phase.READY)
+
+    def _end_all(self, error: KVDepotError) -> None:
+        """Close: the client's end releases what the server has placed."""
+        self._closed = self._closed or error
+        for operation in list(self._live.values()):
+            operation.is_void = True
+            if operation is not self._copying:
+                self._end(operation, error)
+        self._prune()
+
+    # -- the thread
+
+    def turn(self) -> float:
+        """Do what there is to do, and copy one slice at most. Returns the seconds after which there is more to do even
+        if nothing arrives and nothing is submitted: 0 if there is more now. Blocks while it copies."""
+        self._client.pump()
+        if self._client.is_closed:
+            with self._changed:
+                self._take_answers()
+                self._end_all(Unavailable("this client is closed"))
+            return _IDLE_S
+        self._follow()
+        any_happened = self._poll_events()
+        with self._changed:
+            goes_on = self._take_answers() | any_happened
+            self._drop_overdue()
+            goes_on |= self._complete_refused() | self._ask_ready()
+            operation = self._copying = self._next_placed()
+            events = bool(self._waiting)
+        if operation is not None:
+            self._copy_slice(operation)
+            return 0.0
+        if goes_on:  # what was sent may have read the descriptors' edge
+            self._pause_s = _FIRST_PAUSE_S
+            return 0.0
+        if events:
+            pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            return pause_s
+        return _IDLE_S
+
+    def _poll_events(self) -> bool:
+        """Look which events have happened, each once: also those that several operations wait for."""
+        with self._changed:
+            waiting = list(self._waiting)
+        if not waiting:
+            return False
+        answers: dict[int, bool | KVDepotError] = {}
+        for operation in waiting:
+            if id(operation.event) not in answers:
+                try:
+                    answers[id(operation.event)] = happened(operation.event)
+                except KVDepotError as exc:
+                    answers[id(operation.event)] = exc
+        with self._changed:
+            now = time.monotonic()
+            for operation in waiting:
+                answer = answers[id(operation.event)]
+                if answer is False and now - operation.since > EVENT_S:
+                    answer = DeadlineExceeded(f"the event did not happen within {EVENT_S:g} s")
+                if operation.phase is not Phase.WAITING or answer is False:
+                    continue
+                if isinstance(answer, KVDepotError):
+                    self._end(operation, answer)
+                else:
+                    self._make_ready(operation)
+            before = len(self._waiting)
+            self._prune()
+            return len(self._waiting) < before
+
+    def _drop_overdue(self) -> None:
+        """Void what the server leaves without an answer; it is completed once the server does answer."""
+        now = time.monotonic()
+        if now < self._next_check:
+            return
+        self._next_check = now + CHECK_S
+        for operation in list(self._live.values()):
+            is_silent = operation.phase in _NEEDS_SERVER and now - operation.since > ANSWER_S
+            if is_silent and not operation.future.query():
+                self._void(operation, DeadlineExceeded(f"the server did not answer within {ANSWER_S:g} s"))
+        self._prune()
+
+    def _complete_refused(self) -> bool:
+        now, refused = time.monotonic(), self._refused
+        self._refused = [operation for operation in refused if now - operation.since < BUSY_S]
+        for operation in refused:
+            if operation not in self._refused and operation.completion is not None:
+                self._complete(operation, operation.completion)
+        return len(self._refused) < len(refused)
+
+    def _next_placed(self) -> _Operation | None:
+        for placed in (self._placed[True], self._placed[False]):
+            while placed:
+                if placed[0].phase is Phase.PLACED:
+                    return placed[0]
+                placed.popleft()
+        return None
+
+    def _follow(self) -> None:
+        """Prepare for copies, before the first one: use a new memory's device, and map a new server's arena."""
+        arena, added = self._client.arena, self._added
+        if arena == self._followed and not added:
+            return
+        with self._changed:
+            memories = added if arena == self._followed else list(self._memories.values())
+            self._followed, self._added = arena, []
+        for device in {blocks.device for blocks in added if blocks.device is not None and blocks.device.type != "cpu"}:
+            import torch
+
+            torch.get_device_module(device).set_device(device)  # else events make a context on the host's first device
+        if not arena[0]:
+            return
+        try:
+            view = self.arenas.of(*arena)
+        except KVDepotError as exc:
+            log.info("the arena is not mapped yet: %s", exc)
+            return
+        for blocks in memories:
+            blocks.follow(view)
+
+    def _copy_slice(self, operation: _Operation) -> None:
+        """Copy as much of an operation as one slice has, and complete it after the last."""
+        error: KVDepotError | None = None
+        try:
+            self._copy(operation)
+        except KVDepotError as exc:
+            error = exc
+        except BaseException as exc:  # whatever it is, the operation must end
+            log.exception("a copy of KV failed")
+            error = KVDepotError(f"the blocks could not be copied: {exc!r}")
+        placement = operation.placement
+        assert placement is not None
+        with self._changed:
+            self._copying = None
+            if self._closed is not None:
+                self._end(operation, self._closed)
+            elif error is not None or operation.is_void:
+                self._void(operation, error or KVDepotError("its blocks were given up while they were copied"))
+            elif operation.copied == len(operation.pieces):
+                message = wire.Complete(
+                    placement.operation, placement.boot, True, operation.sums, operation.differences
+                )
+                self._complete(operation, message)
+            self._changed.notify_all()
+
+    def _copy(self, operation: _Operation) -> None:
+        request, blocks, placement, size = (
+            operation.request, operation.blocks, operation.placement, operation.chunk_bytes,
+        )  # fmt: skip
+        assert placement is not None
+        view = self.arenas.of(placement.arena, placement.boot)
+        if not operation.pieces:
+            check_places(view, placement, size)
+            operation.pieces = operation.pieces_of(placement)
+        start, end = operation.copied, operation.copied + max(1, blocks.task_bytes // size)
+        pieces, places = operation.pieces[start:end], placement.places[start:end]
+        with view.use(extent for piece in pieces for extent in piece.extents):
+            if isinstance(request, wire.Compare):
+                found = compare(blocks, view, pieces, request.has_experts)
+                operation.differences += found
+                operation.sums += [
+                    checksum(view.bytes, place.extents, size) if place.is_summed and each != [0.0] else 0
+                    for place, each in zip(places, found, strict=True)
+                ]
+            else:
+                blocks.move(view, pieces, isinstance(request, wire.Store))
+                operation.sums += sums(view, places, size)
+        operation.copied += len(pieces)
+
+    def _start(self) -> None:
+        try:
+            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            thread = threading.Thread(target=self._run, name=self._called, daemon=True)
+            thread.start()
+            self._thread = thread
+        except (OSError, RuntimeError) as exc:
+            if self._wake_fd >= 0:
+                os.close(self._wake_fd)
+                self._wake_fd = -1
+            raise Unavailable(f"this process can have no thread that copies: {exc}") from exc
+
+    def _wake(self) -> None:
+        """Have the thread take its next turn now."""
+        with contextlib.suppress(OSError):  # the thread has ended
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # engines bind the thread that started this to one CPU
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        try:
+            while self._closed is None:
+                try:
+                    pause_s = self.turn()
+                except BaseException as exc:  # a bug of ours, or of what calls back: no operation may wait for ever
+                    log.exception("the thread that copies KV failed; what it had to do is dropped")
+                    self._recover(KVDepotError(f"the thread that copies failed: {exc!r}"))
+                    pause_s = _IDLE_S
+                if pause_s < _LONGEST_PAUSE_S:  # the client waits for whole milliseconds
+                    time.sleep(pause_s)
+                else:
+                    self._client.wait(self._is_woken, pause_s, self._wake_fd)
+        finally:
+            self._release()
+            self._ended.set()
+
+    def _is_woken(self) -> bool:
+        try:
+            return os.eventfd_read(self._wake_fd) > 0
+        except BlockingIOError:
+            return bool(self._answers)
+
+    def _recover(self, error: KVDepotError) -> None:
+        """Drop all operations; what was placed is given back."""
+        with self._changed:
+            self._copying = None
+            for operation in list(self._live.values()):
+                with contextlib.suppress(Exception):
+                    self._void(operation, error)
+            self._changed.notify_all()
+
+    def _release(self) -> None:
+        """Nothing is copied any more, and never will be."""
+        with self._changed:
+            memories, self._memories = self._memories, {}
+            fd, self._wake_fd = self._wake_fd, -1
+        for blocks in memories.values():
+            with contextlib.suppress(Exception):  # a device that is lost
+                blocks.close()
+        self.arenas = Arenas()
+        if fd >= 0:
+            os.close(fd)
+
+    def _leave_to_parent(self) -> None:
+        self._changed = threading.Condition(threading.Lock())  # a thread of the parent may have held the other
+        self._thread, self._copying, self._wake_fd, self._memories = None, None, -1, {}
+        with self._changed:
+            self._end_all(BadRequest("this client connected before a fork: connect again in the child process"))
+
+
+_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for lane in list(_lanes):
+        lane._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,0 +1,218 @@
+"""Blocks in the processor's memory, copied with numpy where the engine has allocated them.
+
+Used by a worker's lane, and by its engine within a step. A new mapping of the arena has no pages in this process, and
+each page that is used first costs a fault. So the pages that a copy is about to use are entered with one call, once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import mmap
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdepot.devices.blocks import ArenaBytes, BlockMemory, CopyPiece
+from kvdepot.memory import shm
+from kvdepot.memory.allocator import Extents
+from kvdepot.memory.extents import Bytes, Ids, views
+from kvdepot.protocol.layout import Layout, Segment
+
+_MIN_UNIT = 512
+"""Smallest unit to gather by index if segments are not dense; below it, one copy per block is faster."""
+_CALLS = 4
+"""A stack of at least this many segments per block of a chunk is copied block by block."""
+
+_entered: weakref.WeakKeyDictionary[ArenaBytes, npt.NDArray[np.bool_]] = weakref.WeakKeyDictionary()
+"""The pages of each mapped arena that this process has entered, of all groups. Threads may enter a page twice."""
+
+
+class HostBlocks(BlockMemory):
+    """Blocks in memory of this process."""
+
+    device = None
+    task_bytes = 8 << 20
+
+    def __init__(self, layout: Layout, memories: Mapping[str, Bytes]) -> None:
+        """memories: the bytes of each of the layout's mappings, by name; they are kept alive."""
+        self.layout = layout
+        self._memories = [memories[mapping.name][: mapping.size] for mapping in layout.mappings]
+        rows = [_rows(self._memories[each.mapping], each, layout.num_blocks) for each in layout.segments]
+        self._stacks = _stacks(rows)
+
+    def move(self, arena: ArenaBytes, pieces: Sequence[CopyPiece], is_store: bool) -> None:
+        _enter_pages(arena, [extent for piece in pieces for extent in piece.extents])
+        for piece in pieces:
+            start = 0
+            for stack, size in _sized(self._stacks, piece):
+                where = views(arena.bytes, piece.extents, start, size)
+                whole = where[0]
+                if len(where) > 1:
+                    whole = np.empty(size, np.uint8) if is_store else np.concatenate(where)
+                stack.copy(piece.block_ids, whole, 0 if is_store else piece.skip, is_store)
+                if is_store and len(where) > 1:
+                    done = 0
+                    for part in where:
+                        part[:] = whole[done : done + len(part)]
+                        done += len(part)
+                start += size
+
+    def load_in_step(self, arena: ArenaBytes, pieces: Sequence[CopyPiece]) -> None:
+        self.move(arena, pieces, False)
+
+    def read(self, segment: Segment, block: int) -> Bytes:
+        return self._row(segment, block).copy()
+
+    def write(self, segment: Segment, block: int, data: Bytes) -> None:
+        self._row(segment, block)[:] = data
+
+    def _row(self, segment: Segment, block: int) -> Bytes:
+        start = segment.offset + block * segment.stride
+        return self._memories[segment.mapping][start : start + segment.size]
+
+    def close(self) -> None:
+        """Nothing is held but the memory, which ends with the last reference to this."""
+
+
+def _enter_pages(arena: ArenaBytes, extents: Extents | list[tuple[int, int]]) -> None:
+    """Enter the pages of these extents, unless that was done before: entering them again takes longer than copying.
+
+    Only pages that the extents name: entering a hole of the file would allocate it.
+    """
+    entered = _entered.get(arena)
+    if entered is None:
+        entered = _entered.setdefault(arena, np.zeros(-(-len(arena.bytes) // mmap.PAGESIZE), np.bool_))
+    address = arena.bytes.ctypes.data
+    for offset, length in extents:
+        first, end = offset // mmap.PAGESIZE, -(-(offset + length) // mmap.PAGESIZE)
+        if not entered[first:end].all():
+            shm.enter_pages(address + first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE)
+            entered[first:end] = True
+
+
+@dataclass
+class _Rows:
+    """One segment of all blocks, for indexing by block id."""
+
+    size: int
+    strided: Bytes  # uint8[num_blocks, size]
+    dense: bool  # blocks are adjacent
+    units: Bytes | None = None  # uint8[n, unit]: the same memory in units, for np.take
+    unit_ids: Ids | None = None  # units of a block, relative to block * unit_stride
+    unit_stride: int = 1
+
+
+def _rows(memory: Bytes, segment: Segment, num_blocks: int) -> _Rows:
+    size, stride = segment.size, segment.stride
+    span = memory[segment.offset : segment.offset + (num_blocks - 1) * stride + size]
+    strided = np.lib.stride_tricks.as_strided(span, (num_blocks, size), (stride, 1))
+    if stride == size:
+        return _Rows(size, strided, True, span.reshape(num_blocks, size))
+    unit = math.gcd(stride, size)
+    if unit < _MIN_UNIT:
+        return _Rows(size, strided, False)
+    per_block = np.arange(size // unit, dtype=np.intp)
+    return _Rows(size, strided, False, span.reshape(-1, unit), per_block, stride // unit)
+
+
+@dataclass
+class _Stack:
+    """Segments of equal size at equal distances, such as those of all layers: a block of them is one array, which is
+    copied with one call. Small chunks have more segments than blocks, and so few bytes that calls count."""
+
+    rows: list[_Rows]
+    planes: Bytes
+    """uint8[layers, segments of a layer, num_blocks, size], the memory of `rows`."""
+
+    def copy(self, ids: Ids, area: Bytes, skip: int, is_store: bool) -> None:
+        """Copy blocks to a chunk's bytes of these segments, or back; not the first `skip` blocks."""
+        size, count = self.rows[0].size, len(ids)
+        if len(self.rows) < _CALLS * count:
+            parts = area.reshape(len(self.rows), count, size)[:, skip:]
+            runs = _runs(ids[skip:])
+            for row, part in zip(self.rows, parts, strict=True):
+                (_gather_rows if is_store else _scatter_rows)(row, ids[skip:], runs, part)
+            return
+        parts = area.reshape(*self.planes.shape[:2], count, size)
+        for at, block in enumerate(ids.tolist()[skip:], skip):
+            if is_store:
+                parts[:, :, at] = self.planes[:, :, block]
+            else:
+                self.planes[:, :, block] = parts[:, :, at]
+
+
+def _stacks(rows: list[_Rows]) -> list[_Stack]:
+    """The segments in order, in as few stacks as possible: with one segment a layer, or two (keys and values)."""
+    stacks, at = [], 0
+    starts = [row.strided.ctypes.data for row in rows]
+    while at < len(rows):
+        counts = {in_layer: _equally_apart(rows[at:], starts[at:], in_layer) for in_layer in (2, 1)}
+        in_layer = max(counts, key=lambda each: (counts[each], -each))
+        members, first = rows[at : at + counts[in_layer]], rows[at].strided
+        layers = len(members) // in_layer
+        steps = starts[at + in_layer * (layers > 1)] - starts[at], starts[at + in_layer - 1] - starts[at]
+        shape, strides = (layers, in_layer, *first.shape), (*steps, *first.strides)
+        stacks.append(_Stack(members, np.lib.stride_tricks.as_strided(first, shape, strides)))
+        at += len(members)
+    return stacks
+
+
+def _equally_apart(rows: Sequence[_Rows], starts: Sequence[int], in_layer: int) -> int:
+    """The number of segments, from the first on, that one stack can have with `in_layer` segments a layer."""
+    first, count = rows[0].strided, 0
+    for row, start in zip(rows, starts, strict=True):
+        if row.strided.shape != first.shape or row.strided.strides != first.strides:
+            break
+        if count >= in_layer and start - starts[count - in_layer] != starts[in_layer] - starts[0]:
+            break
+        count += 1
+    return count // in_layer * in_layer
+
+
+def _sized(stacks: Sequence[_Stack], piece: CopyPiece) -> Iterator[tuple[_Stack, int]]:
+    """The stacks and their bytes in a chunk; segments alone if it lies in several places, which takes a buffer."""
+    if len(piece.extents) > 1:
+        stacks = [_Stack([row], row.strided[None, None]) for stack in stacks for row in stack.rows]
+    for stack in stacks:
+        yield stack, len(stack.rows) * stack.rows[0].size * len(piece.block_ids)
+
+
+def _runs(ids: Ids) -> list[tuple[int, int]] | None:
+    """`[first, end)` runs of adjacent block ids; None if they are so short that indexing is faster."""
+    if len(ids) < 2:
+        return [(0, 1)] if len(ids) else []
+    cuts = np.flatnonzero(np.diff(ids) != 1) + 1
+    if len(cuts) * 2 >= len(ids) > 2:
+        return None
+    edges = [0, *cuts.tolist(), len(ids)]
+    return list(itertools.pairwise(edges))
+
+
+def _gather_rows(row: _Rows, ids: Ids, runs: list[tuple[int, int]] | None, out: Bytes) -> None:
+    """out[i] = block ids[i] of this segment. np.take and slice copies release the GIL."""
+    if runs is not None and (row.dense or len(runs) == len(ids)):
+        for first, end in runs:
+            block = ids[first]
+            out[first:end] = row.strided[block : block + end - first]
+    elif row.units is None:
+        for i, block in enumerate(ids):
+            out[i] = row.strided[block]
+    elif row.unit_ids is None:
+        np.take(row.units, ids, axis=0, out=out, mode="clip")  # ids were checked; "raise" would buffer
+    else:
+        units = (ids[:, None] * row.unit_stride + row.unit_ids).reshape(-1)
+        np.take(row.units, units, axis=0, out=out.reshape(len(units), -1), mode="clip")
+
+
+def _scatter_rows(row: _Rows, ids: Ids, runs: list[tuple[int, int]] | None, source: Bytes) -> None:
+    """Block ids[i] of this segment = source[i]. Index assignment also releases the GIL."""
+    if runs is not None:
+        for first, end in runs:
+            block = ids[first]
+            row.strided[block : block + end - first] = source[first:end]
+    else:
+        row.strided[ids] = source
