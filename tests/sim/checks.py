@@ -9,15 +9,15 @@ from kvdepot.core.depot import Depot
 from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.matching import for_lookup
+from kvdepot.core.index.recovery import InUse
 from kvdepot.core.waiting import STORE_S
 from kvdepot.memory.allocator import PAGE, Extents
-from kvdepot.memory.copier import Copy, CopyPiece
 from kvdepot.protocol import wire
 from kvdepot.tiers.worker import Load, Part
-from tests.sim.content import Memory, chunk_image
+from tests.sim.content import chunk_image
 from tests.sim.groups import longest, needed
 from tests.sim.lookups import Behind, Waits, found_by, keys_in, length_of
-from tests.sim.shared import ArenaFile, SimMapped
+from tests.sim.shared import ArenaFile
 from tests.sim.tiers import WALL, Forgot, TierWorker
 from tests.sim.world import Link, World
 
@@ -38,7 +38,6 @@ class Checks:
     index: Index
     depot: Depot
     tier_workers: list[TierWorker]
-    mappings: list[SimMapped]
     alive: bool
     draining: bool
     met: set[str]
@@ -51,6 +50,7 @@ class Checks:
     _lookups: dict[tuple[bytes, bytes], tuple[float, wire.Lookup, list[bytes]]]
     _answered: dict[tuple[bytes, bytes], int]
     _removing: list[Forgot]
+    _in_use: list[InUse]
     doing: Any
     _well_since: float
     _since_validated: int
@@ -91,7 +91,10 @@ class Checks:
         arrivals = tiering.lookups._arrivals.values()
         arriving = sum(arrival.shard.size for arrival in arrivals if not arrival.is_given_up)
         given_up = tiering.lookups.arriving_bytes - arriving  # on its way into what somebody else fills meanwhile
-        allocated = sum(size for *_, size in self.index.accounts.given_up.values())
+        lingering = [shard for _, shards in self.depot.transfers._lingering for shard in shards]
+        lingering += [use.shard for use in self._in_use if use.shard is not None]
+        taken = {number: size for number, (*_, size) in self.index.accounts.given_up.items()}
+        allocated = sum(taken.values()) - sum(taken[id(shard)] for shard in lingering)
         assert (given_up > 0) == (allocated > 0) and given_up <= allocated
         assert all(each.leaving >= 0 for each in self.index.accounts.all()) and len(tiering.lookups) >= 0
         if self.host.forgettings.all:
@@ -302,25 +305,6 @@ class Checks:
                 fresh = chunk.born + ttl_s > wall or chunk.state not in (State.WHOLE, State.CHAINED)
                 assert fresh or not is_evictable(chunk), f"{chunk.key.hex()[:8]} is too old, and still there"
 
-    def _check_blocks(self, running: Any, task: Copy, piece: CopyPiece, memory: Memory, chunk: Chunk) -> None:
-        """A living engine's blocks are touched only while they are lent for it."""
-        if memory.dead:
-            return
-        if task.is_store:
-            truth = self.host.truth.get((chunk.namespace.layouts[memory.rank], chunk.key))
-            assert truth is not None, f"a store of a chunk that nobody named: {chunk.key.hex()}"
-            if any(memory.tags[block] != seed for block, seed in zip(piece.block_ids.tolist(), truth[1], strict=True)):
-                self.world.note(f"a store reads blocks of {memory.name} that were given back")
-                running.voided = True
-            return
-        truth = self.host.truth[chunk.namespace.layouts[memory.rank], chunk.key]
-        for i, block in enumerate(piece.block_ids.tolist()):
-            if i >= piece.skip:
-                assert memory.lent.get(block) == truth[1][i], (
-                    f"{memory.name}: block {block} is written by a retrieve of {chunk.key.hex()[:8]} "
-                    "after it was given back"
-                )
-
     # -- at the end
 
     def check_idle(self) -> None:
@@ -346,7 +330,6 @@ class Checks:
         status = self.depot.status()
         for what in ("clients", "sessions", "instances", "operations", "holds", "reserved_shards"):
             assert getattr(status, what) == 0, f"all clients left, and there are {getattr(status, what)} {what}"
-        assert not [mapped for mapped in self.mappings if not mapped.closed], "tensors of the dead stay mapped"
         left = self.met.intersection(self.host.liveness_files)
         assert not left, f"cards of the dead stay: {sorted(left)}"
         assert (

@@ -28,7 +28,7 @@ class ContractEngine(Engine):
             worker = LMCacheMPWorkerAdapter(*place, rank, model.block_tokens, client=self._client(f"r{rank}"))
             memory = Memory(model, rank, len(self._pools[0]), f"{self.name}-kv{rank}")
             self._add_rank(worker, [memory])
-            worker.register([memory.layout])
+            worker.register([memory.layout], self._blocks(worker, [memory]))
 
     def _shut_down(self) -> None:
         for worker in self.workers:

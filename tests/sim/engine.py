@@ -25,6 +25,7 @@ from kvdepot.errors import KVDepotError
 from kvdepot.keys import salt_tag
 from kvdepot.protocol import wire
 from tests.sim.content import MAX_TOKENS, Memory, Model, Stream, chain_of, end_seed, keys_of, seeds_of, tail_of
+from tests.sim.copies import Blocks, SimLane
 from tests.sim.groups import Hybrid, needed
 from tests.sim.host import Client, Pinned
 from tests.sim.world import Process
@@ -96,6 +97,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.clients: list[Client] = []
         self.memories: list[Memory] = []
+        self.blocks: list[Blocks] = []
         self.scheduler: Any = None
         self.workers: list[Any] = []
         self._tokens = 6 * num_blocks  # for which unbounded groups have blocks; the others have more
@@ -160,7 +162,7 @@ class Engine:
                 for group, pool in zip(self.groups, self._pools, strict=True)
             ]
             self._add_rank(worker, memories)
-            worker.register([memory.layout for memory in memories])
+            worker.register([memory.layout for memory in memories], self._blocks(worker, memories))
 
     def _connect(self, part: str) -> Any:
         client = self._client(part)
@@ -182,11 +184,16 @@ class Engine:
 
     def _add_rank(self, worker: Any, memories: list[Memory]) -> None:
         worker.instance_id = self.world.random.getrandbits(62)
-        for memory in memories:
-            self.host.memories[memory.name] = memory
         self.memories += memories
         self.workers.append(worker)
         self._reported.append(set())
+
+    def _blocks(self, worker: Any, memories: list[Memory]) -> list[Blocks]:
+        """What a worker's lane copies, on a process of its own."""
+        worker._lane = SimLane(worker.client)
+        blocks = [Blocks(worker.client, memory) for memory in memories]
+        self.blocks += blocks
+        return blocks
 
     def _memories_of(self, rank: int) -> list[Memory]:
         count = len(self.groups)
@@ -198,13 +205,12 @@ class Engine:
         self.scheduler.close()
 
     def end(self) -> None:
-        """It is gone, whatever the reason: the kernel takes its locks and connections, torch its files."""
+        """It is gone, whatever the reason: the kernel takes its locks and connections."""
         self.alive = self.serving = False
         for request in self.requests.values():
             self._unpin(request)
         for memory in self.memories:
             memory.dead = True
-            self.host.memories.pop(memory.name, None)
         for client in self.clients:
             if not client._closed:
                 # Processes of one engine do not die in the same instant.
@@ -282,8 +288,17 @@ class Engine:
             assert server.depot.leases._find("", name) is None, f"{name} was ended, and is still leased"
 
     def kill(self) -> None:
-        self.process.kill()
+        self.kill_processes()
         self.end()
+
+    def kill_processes(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    @property
+    def processes(self) -> list[Process]:
+        """Those of the engine: its own, and its workers' lanes."""
+        return list(dict.fromkeys([self.process, *(each for client in self.clients for each in client.processes)]))
 
     # -- steps
 

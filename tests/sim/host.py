@@ -18,7 +18,7 @@ from kvdepot.errors import LayoutError, Unavailable
 from kvdepot.memory.records import SLOT_BYTES
 from kvdepot.protocol import wire
 from kvdepot.tiers.worker import TierTask
-from tests.sim.content import CHUNK_TOKENS, Memory, Model
+from tests.sim.content import CHUNK_TOKENS, Model
 from tests.sim.groups import Hybrid
 from tests.sim.server import Server
 from tests.sim.shared import ArenaFile
@@ -33,11 +33,10 @@ LOST_S = DEADLINE_S + 15.0
 
 
 class LivenessFile:
-    """A client's liveness file: a page with a fence, and a lock that goes with its owner."""
+    """A client's liveness file: a page, and a lock that goes with its owner."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.fence = 0
         self.secret = blake3(name.encode()).digest(16)
         self.locked = True
 
@@ -49,11 +48,6 @@ class ClientLiveness:
         self._host = host
         self.page = page
         self.name = page.name
-
-    def raise_fence(self, ticket: int) -> None:
-        self._host.world.note(f"fence of {self.name} to {ticket}")
-        self._host.world.counters["fence_raised"] += 1
-        self.page.fence = max(self.page.fence, ticket)
 
     def close(self) -> None:
         self.page.locked = False
@@ -99,6 +93,7 @@ class Client(MessageQueueClient):
         self.server_url = "sim://"
         self._has_key = False
         self.process = process
+        self.processes = [process]  # whose threads use it: the engine's, and its lane's
         page = host.new_liveness(f"card-{name}")
         self.liveness = ClientLiveness(host, page)  # type: ignore[assignment]
         self.chains = contract.PromptChains()
@@ -134,8 +129,7 @@ class Client(MessageQueueClient):
     def ask(
         self, request: wire.Request, convert: Callable[[Any], Any] | None = None, deadline_s: float | None = DEADLINE_S
     ) -> MessagingFuture[Any]:
-        copies = isinstance(request, wire.Store | wire.Retrieve | wire.Compare)
-        due = float("inf") if copies or deadline_s is None else self._now() + deadline_s
+        due = float("inf") if deadline_s is None else self._now() + deadline_s
         if isinstance(request, wire.Lookup) and not request.hurries:
             due += self._connection.welcome.lookup_s
 
@@ -151,14 +145,31 @@ class Client(MessageQueueClient):
         self._connection.ask(request, future._finish, deadline_s)
         return future
 
+    def ask_then(
+        self, request: wire.Request, done: Callable[[object], None], deadline_s: float | None = DEADLINE_S
+    ) -> None:
+        self._connection.ask(request, done, deadline_s)
+
     def _arrived(self, frame: bytes) -> None:
         self._inbox.append(frame)
-        self.process.poke()
+        self._poke()
 
     def _changed(self, up: bool) -> None:
         if self._hears_events:
             self._inbox.append(up)
-            self.process.poke()
+            self._poke()
+
+    def _poke(self) -> None:
+        for process in self.processes:
+            process.poke()
+
+    def hears(self) -> bool:
+        """Whether something has arrived that nobody has taken."""
+        return bool(self._inbox)
+
+    def running(self) -> Process:
+        """The process whose thread runs now."""
+        return next(each for each in self.processes if each.is_current())
 
     def pump(self) -> None:
         if self._closed:
@@ -215,7 +226,7 @@ class Client(MessageQueueClient):
     def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
         if done() or self._closed:
             return done()
-        return self.process.wait(done, timeout_s, CHECK_S) or done()
+        return self.running().wait(done, timeout_s, CHECK_S) or done()
 
     def close(self) -> None:
         if not self._closed:
@@ -257,7 +268,6 @@ class Host:
     validate_every: int = 8
     files: dict[str, ArenaFile] = field(default_factory=dict)
     liveness_files: dict[str, LivenessFile] = field(default_factory=dict)
-    memories: dict[str, Memory] = field(default_factory=dict)
     truth: dict[tuple[bytes, bytes], tuple[Model, tuple[bytes, ...]]] = field(default_factory=dict)
     """(layout fingerprint, key) -> whose chunk it is, and the seeds of its blocks."""
     clients: list[Client] = field(default_factory=list)

@@ -18,6 +18,7 @@ from kvdepot.tiers.format import NO_SALT, Facts
 from tests.sim.groups import deepest, longest, needed
 
 if TYPE_CHECKING:
+    from kvdepot.core.clients import Client
     from tests.sim.server import Server
 
 _SLACK_S = 1e-6
@@ -195,20 +196,18 @@ class Waits:
             if pending.lease is not None and pending.store_deadline <= self._server.world.now:
                 self._late |= self._coming(pending.lookup)
 
-    def died(self, identity: bytes) -> None:
-        """A client is found dead."""
+    def storing(self, client: Client) -> set[tuple[int, bytes]]:
+        """The parts that a client is storing."""
+        stores = [each for each in client.operations.values() if isinstance(each.request, wire.Store)]
+        return {(chunk.namespace.number, chunk.key) for each in stores for chunk, _ in each.chunks}
+
+    def died(self, identity: bytes, storing: set[tuple[int, bytes]]) -> None:
+        """A client is found dead, which was storing these parts."""
         server, counters = self._server, self._server.world.counters
         if server.host.stores:
             return
         waits = [asked for asked in server._lookups if asked[0] == identity]
         counters["asker_died_while_waiting"] += bool(waits)
-        storing = {
-            (chunk.namespace.number, chunk.key)
-            for running in server._running
-            for operation in [getattr(running.task.token, "operation", None)]
-            if operation is not None and operation.is_store and operation.client.identity == identity
-            for chunk, _ in operation.chunks
-        }
         others = [request for asked, (_, request, _) in server._lookups.items() if asked not in waits]
         counters["storer_died_while_awaited"] += any(storing & self._coming(request) for request in others)
 

@@ -144,9 +144,9 @@ class _Odd:
         """Requests with some wrong bytes: each is answered once at most, as what it has become or with an error."""
         server, draw = self._host.server, self._random
         assert server is not None
-        part = wire.Shards("r", "m", 1, 0, b"", 0, bytes(64), bytes(16))
+        part = wire.Shards("r", "m", 1, 0, b"", 0, bytes(64), 2)
         for request in (
-            wire.Lookup("m", 1, 0, "r", 1, draw.randbytes(64)), wire.Retrieve(1, [part]), wire.Store(1, 1, [part] * 2),
+            wire.Lookup("m", 1, 0, "r", 1, draw.randbytes(64)), wire.Retrieve(1, [part]), wire.Store(1, [part] * 2),
             wire.Describe(bytes(32), bytes(32), bytes(64), 16), wire.Inspect("m", bytes(32)),
             wire.Lease("name", "retain", "m", 1, 1, bytes(32)), wire.Unregister(7), wire.EndSession("r"), wire.Why("r"),
         ):  # fmt: skip

@@ -1,32 +1,28 @@
-"""The simulated server process: the real core and copier between a made-up socket, arena file and threads.
+"""The simulated server process: the real core between a made-up socket, arena file and threads.
 
 The shipped harness drives the core, one message or outcome an event; this checks as it goes. It can be killed, stopped
-and shut down between any two events, in the middle of a copy too: a copy is made of pieces, each of which arrives in
-two halves.
+and shut down between any two events, also while workers copy (copies.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvdepot.core.actions import Action, Reply, Stop
+from kvdepot.core.actions import Action, Prepare, Reply, Stop
 from kvdepot.core.clients import PendingLookup
-from kvdepot.core.index.recovery import restore
+from kvdepot.core.index.recovery import InUse, restore
 from kvdepot.core.tiering.forgetting import DroppedErase
-from kvdepot.errors import KVDepotError, LayoutError
+from kvdepot.errors import KVDepotError
 from kvdepot.eviction import POLICIES
-from kvdepot.memory.allocator import Allocator
-from kvdepot.memory.copier import Call, Copier, Copy, CopyPiece, Mapped, checksum, copy
+from kvdepot.memory.allocator import Allocator, Extents
 from kvdepot.memory.records import Records, ShardRecord
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import _SEAL_BYTES as SEAL_BYTES
 from kvdepot.protocol.handshake import SECRET_BYTES, is_sealed
-from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.quotas import shortest
 from kvdepot.protocol.status import Status
 from kvdepot.tiers.worker import Erased, Load, Save, TierTask
@@ -34,7 +30,7 @@ from tests.harness import Harness, kind_of
 from tests.sim.checks import LATE_S, Checks
 from tests.sim.groups import longest
 from tests.sim.lookups import Behind, Waits, keys_in
-from tests.sim.shared import ArenaFile, LivenessView, SealedIndex, ShardName, SimMapped
+from tests.sim.shared import ArenaFile, LivenessView, SealedIndex, ShardName
 from tests.sim.tiers import WALL, Forgot, Store, TierWorker
 from tests.sim.world import Link
 
@@ -43,18 +39,6 @@ if TYPE_CHECKING:
 
 TICK_S = 1.0
 TIER_STOP_S = 2.0
-
-
-@dataclass(eq=False)
-class _Running:
-    """A copy thread's task under way."""
-
-    task: Copy | Call
-    slow: bool
-    piece: int = 0
-    cut: int = -1  # half of the piece has arrived: what lies before this
-    voided: bool = False  # it read a block that was given back
-    sums: list[int] = field(default_factory=list)
 
 
 class Server(Checks, Harness):
@@ -90,11 +74,12 @@ class Server(Checks, Harness):
         index = SealedIndex(allocator, POLICIES[config.policy], records, config.ttl_s, chunk_tokens=config.chunk_tokens)
         index.server = self
         self.index = index
+        self._in_use: list[InUse] = []  # by clients of the earlier server
         self._take_over()
         self.tier_workers = [self._tier_worker(store) for store in self.host.stores]
         tiers = [tier_worker.store.config for tier_worker in self.tier_workers]
         Harness.__init__(
-            self, config, index, self._map, tiers, boot=self.boot, arena=self.file,
+            self, config, index, tiers, boot=self.boot, arena=self.file,
             open_liveness=lambda name: LivenessView(self.host, name), tenant=lambda user: user,
             step_chunks=(1, 3, 256)[self.world.seed % 3],
         )  # fmt: skip
@@ -105,14 +90,10 @@ class Server(Checks, Harness):
         self.depot.sessions._wait_for_room = partial(self._found_no_room, self.depot.sessions._wait_for_room)  # type: ignore[method-assign]
         self._behind = Behind(self)
         self._waits = Waits(self)
-        self._copier = Copier(self, 0, self._report)  # no threads: this class takes the tasks out
-        self._idle = config.copy_threads
-        self._running: list[_Running] = []
         self.met: set[str] = set()  # clients that have said hello
         for name in [name for name, liveness in self.host.liveness_files.items() if not liveness.locked]:
             del self.host.liveness_files[name]  # as shm.sweep_liveness_files
         self._late: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self.mappings: list[SimMapped] = []
         self.condemned: dict[bytes, float] = {}  # keys that were forgotten or flipped, and when: no pin kept them
         self._lookups: dict[tuple[bytes, bytes], tuple[float, wire.Lookup, list[bytes]]] = {}
         self._answered: dict[tuple[bytes, bytes], int] = {}  # lookups that were answered, and how
@@ -149,7 +130,10 @@ class Server(Checks, Harness):
         if left is None:
             return
         self.file.left = None
-        restored = restore(self.index)
+        used = sorted({use for uses in self.file.uses.values() for use in uses})
+        restored = restore(self.index, used=used)
+        self._in_use = restored.in_use
+        self.world.counters["arena_taken_over_in_use"] += bool(used)
         found = self.shards()
         lost = left.keys() - found.keys()
         self.world.note(f"{self!r} takes over {restored.shards} shards, {len(lost)} are lost")
@@ -164,7 +148,7 @@ class Server(Checks, Harness):
             for name, depth in left.items():
                 assert found[name] >= depth, f"a chunk was {depth} deep in its chain, and now {found[name]}"
         self.file.table_flipped = False
-        assert not self.index.held and not self.index.reserved, "holds of the dead"
+        assert not self.index.reserved and (used or not self.index.held), "holds of the dead"
         self.index.validate()
 
     def shards(self) -> dict[ShardName, int]:
@@ -199,8 +183,7 @@ class Server(Checks, Harness):
 
     def freeze(self) -> None:
         """SIGSTOP."""
-        if self._running and any(isinstance(running.task, Copy) for running in self._running):
-            self.world.counters["server_stopped_during_copy"] += 1
+        self.world.counters["server_stopped_during_copy"] += bool(self.copying())
         self.frozen = True
 
     def thaw(self) -> None:
@@ -217,10 +200,8 @@ class Server(Checks, Harness):
         """SIGKILL. Half-copied pieces stay as they are; the kernel gives the lock up."""
         self.world.note(f"{self!r} killed")
         if self.serving:
-            for running in self._running:
-                if isinstance(running.task, Copy):
-                    kind = "store" if running.task.is_store else "retrieve"
-                    self.world.counters[f"server_killed_during_{kind}"] += 1
+            for is_store in self.copying():
+                self.world.counters[f"server_killed_during_{'store' if is_store else 'retrieve'}"] += 1
             for tier_worker in self.tier_workers:
                 for tier_task in tier_worker.running:
                     self.world.counters[f"server_killed_during_tier_{kind_of(tier_task.tier_task).lower()}"] += 1
@@ -321,16 +302,14 @@ class Server(Checks, Harness):
         return self.serving and not self.frozen and not self.draining and not self.host.network_slow
 
     def is_busy_for(self, link: Link) -> bool:
-        """Whether it copies for this client, removes for it (which may wait for tiers), or has tensors of it to map or
-        unmap: that waits for others' copies."""
+        """Whether it has operations of this client, or removes for it, which may wait for tiers."""
         client = self.depot._clients.get(link.identity)
         if client is None:
             return False
-        maps = any(instance.mapped is None for instance in client.instances.values())
         removals = self.depot.removals
         removes = (*removals._ready, *removals._waiting, *removals._forgetting.values())
         is_removing = any(each.client is client for each in removes)
-        return maps or is_removing or client.queued > 0 or bool(client.closing or client.waiting)
+        return is_removing or bool(client.operations)
 
     def deliver(self, link: Link, frame: bytes) -> None:  # type: ignore[override]  # as a network's listener
         self._event(self._receive, link, frame)
@@ -409,16 +388,12 @@ class Server(Checks, Harness):
         if not self.draining:
             self.world.after(0, self.host.server_wants_to_stop)
 
-    def submitted(self, task: Copy | Call) -> None:
-        self._copier.submit(task)
-
     def submitted_to_tier(self, task: TierTask) -> None:
         self.tier_workers[task.tier].submit(task)
 
     def act(self, actions: list[Action]) -> None:
         super().act(actions)
-        self._start_threads()
-        due = min(self.depot.tiering.next_deadline(), self.depot.sessions.next_deadline())
+        due = self.depot.next_deadline() or float("inf")  # 0: the next step of a removal, which comes by itself
         if due < self._armed:
             self._armed = due
             self.world.after(max(0.0, due - self.world.now) + LATE_S / 4, self._event, self._expire)
@@ -474,7 +449,11 @@ class Server(Checks, Harness):
             return
         world = self.world
         self.doing = None
-        before = [client.identity for client in self.depot.clients]
+        uses = [use for uses in self.file.uses.values() for use in uses]
+        for use in [each for each in self._in_use if not _overlaps(each.extents, uses)]:
+            use.end(self.index)
+            self._in_use.remove(use)
+        before = {client.identity: self._waits.storing(client) for client in self.depot.clients}
         if self.draining:
             self.act(self.connections.drop_dead())
         else:
@@ -484,7 +463,7 @@ class Server(Checks, Harness):
             world.note(f"{self!r} finds {self._links[identity].name} dead")
             world.counters["clients_found_dead"] += 1
             self._behind.forget(identity)
-            self._waits.died(identity)
+            self._waits.died(identity, before[identity])
             for waiting in (self._lookups, self._retrieves):
                 for asked in [asked for asked in waiting if asked[0] == identity]:
                     del waiting[asked]  # type: ignore[attr-defined]
@@ -493,7 +472,7 @@ class Server(Checks, Harness):
             world.after(max(TICK_S, world.next_event() - world.now - TICK_S), self._event, self._tick)
             self._check()
 
-    # -- copy threads
+    # -- memory
 
     def ensure(self, offset: int, size: int) -> bool:
         """As Arena.ensure."""
@@ -503,112 +482,24 @@ class Server(Checks, Harness):
             return False
         return True
 
-    def _map(self, layout: Layout) -> Mapped:
-        memory = self.host.memories.get(layout.mappings[0].name)
-        if memory is None or self.world.chance(self.host.map_failures):
-            self.world.counters["mapping_failed"] += 1
-            raise LayoutError(f"{layout.mappings[0].name} cannot be mapped")
-        mapped = SimMapped(layout, memory)
-        self.mappings.append(mapped)
-        return mapped
+    def submitted(self, task: Prepare) -> None:
+        self.world.after(self.host.copy_s() / 4, self._event, self._prepared, task)
 
-    def _start_threads(self) -> None:
-        tasks = self._copier.lanes[""]._tasks
-        while self._idle and not tasks.empty():
-            task = tasks.get_nowait()[2]
-            assert task is not None
-            self._idle -= 1
-            running = _Running(task, slow=isinstance(task, Copy) and self.world.chance(0.1))
-            self._running.append(running)
-            self.world.after(self.host.copy_s(), self._event, self._advance, running)
-
-    def _advance(self, running: _Running) -> None:
-        """The next half of a piece, or the end of the task."""
-        task = running.task
-        outcome: Any
-        if isinstance(task, Call):
-            try:
-                outcome = task.run()
-            except KVDepotError as exc:
-                outcome = exc
-        elif self.world.chance(self.host.copy_failures):
-            self.world.counters["copy_failed"] += 1
-            outcome = None
-        elif task.compare is not None:
-            outcome = self._compare(running, task)
-        elif running.piece < len(task.pieces):
-            if self.host.at_copy is not None:
-                act, self.host.at_copy = self.host.at_copy, None
-                self.world.after(0, act, self._links[task.token.operation.client.identity].name)
-            if self._half(running, task, task.pieces[running.piece]):
-                self.world.after(self.host.copy_s(running.slow), self._event, self._advance, running)
-                return
-            outcome = None
-        else:
-            is_whole = copy(self, Copy(None, task.is_store, task.mapped, [], task.fence, task.ticket))
-            if running.voided:
-                self.world.counters["store_of_reused_blocks"] += 1
-                assert not is_whole, "a store that read blocks which had been given back was not made void"
-            elif not is_whole:
-                self.world.counters["store_fenced"] += 1
-            outcome = running.sums if is_whole else None
-        self._running.remove(running)
-        self._idle += 1
-        self.world.after(self.host.copy_s() / 4, self._event, self._report, task.token, outcome)
-        self._start_threads()
-
-    def _compare(self, running: _Running, task: Copy) -> list[list[float]] | None:
-        """Compare at once: what was stored equals what engines compute, unless a fault of memory has changed it."""
-        mapped = task.mapped
-        assert isinstance(mapped, SimMapped)
-        assert not mapped.closed, "a comparison touches tensors that were unmapped"
-        chunks = [chunk for chunk, _ in task.token.operation.chunks[task.token.first : task.token.end]]
-        for piece, chunk in zip(task.pieces, chunks, strict=True):
-            self._check_blocks(running, task, piece, mapped.memory, chunk)
-        found = task.compare(self, task) if task.compare is not None else None
-        self.world.counters["compared" if found is not None else "comparison_voided"] += 1
-        for piece, difference in zip(task.pieces, found or (), strict=False):
-            assert not running.voided, "a comparison that read blocks which had been given back was not made void"
-            assert difference == [0.0] or self._is_flipped(piece.extents), "equal KV differs"
-        return found
-
-    def _half(self, running: _Running, task: Copy, piece: CopyPiece) -> bool:
-        """Let half of a piece's bytes arrive, then the rest: each byte as its source is when it is copied."""
-        mapped = task.mapped
-        assert isinstance(mapped, SimMapped)
-        assert not mapped.closed, "a copy touches tensors that were unmapped"
-        memory = mapped.memory
-        chunk, _ = task.token.operation.chunks[task.token.first + running.piece]
-        self._check_blocks(running, task, piece, memory, chunk)
-        if task.is_store:
-            low = min(start for start, _ in piece.extents)
-            target = self.bytes[low : max(start + size for start, size in piece.extents)]
-        else:
-            target = memory.bytes
-        first = running.cut < 0
-        if first:
-            running.cut = self.world.random.randrange(len(target))
-        later = target[running.cut :] if first else target[: running.cut]  # not in this half
-        before = later.copy()
-        if not copy(self, Copy(None, task.is_store, mapped, [piece])):
-            return False
-        later[:] = before
-        if not first:
-            running.cut = -1
-            running.piece += 1
-            size = len(piece.block_ids) * memory.layout.block_bytes
-            running.sums.append(checksum(self.bytes, piece.extents, size) if piece.summed else 0)
-        return True
-
-    def _report(self, token: Any, outcome: Any) -> None:
+    def _prepared(self, task: Prepare) -> None:
         if self.closing:
             return
         self.doing = None
         usable = [tier for tier in self.depot.tiering._tiers if tier.breaker.usable]
         before = sum(tier.counters["dropped_chunks"] for tier in usable)
-        self.finished(token, outcome)
+        is_allocated = all(self.ensure(*extent) for extents in task.extents for extent in extents)
+        self.finished(task.token, is_allocated)
         self.world.counters["queue_full"] += sum(tier.counters["dropped_chunks"] for tier in usable) > before
         self._check()
+
+    def copying(self) -> list[bool]:
+        """Of each copy that a worker is making, whether it is a store."""
+        blocks = [each for engine in self.host.engines for each in engine.blocks if not each.memory.dead]
+        return [each.copying for each in blocks if each.copying is not None]
 
     # -- tiers
 
@@ -670,6 +561,10 @@ class Server(Checks, Harness):
                 break
             at -= size
         return True
+
+
+def _overlaps(extents: Extents, uses: list[tuple[int, int]]) -> bool:
+    return any(start < at + length and at < start + size for start, size in extents for at, length in uses)
 
 
 def _short(number: bytes, request: wire.Request) -> str:

@@ -1,4 +1,4 @@
-"""What a simulated server has in shared memory: its arena, engines' tensors and liveness files; and its index."""
+"""What a simulated server has in shared memory: its arena and liveness files; and its index."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ import numpy.typing as npt
 from kvdepot.core.index.chunk import Chunk, State
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Reservation
-from kvdepot.devices.cpu import HostTensors, _rows, _stacks
 from kvdepot.errors import LayoutError
 from kvdepot.protocol import wire
-from kvdepot.protocol.layout import Layout
 from kvdepot.tiers.worker import Load
-from tests.sim.content import Memory
 
 if TYPE_CHECKING:
     from tests.sim.host import Host
@@ -39,6 +36,7 @@ class ArenaFile:
     left: dict[ShardName, int] | None = None  # shards that its last server had recorded, and their chunks' depths
     flips: set[int] = field(default_factory=set)  # where a bit of a sealed chunk was flipped
     table_flipped: bool = False  # since the last server began
+    uses: dict[object, list[tuple[int, int]]] = field(default_factory=dict)  # by clients, of places in it
 
     @property
     def path(self) -> Path:
@@ -54,21 +52,6 @@ class ArenaFile:
         return self.table_bytes + 64
 
 
-class SimMapped(HostTensors):
-    """A worker's tensors as the server sees them."""
-
-    def __init__(self, layout: Layout, memory: Memory) -> None:
-        super().__init__(layout)
-        self.memory = memory
-        self.closed = False
-        self.stacks = _stacks([_rows(memory.bytes, segment, layout.num_blocks) for segment in layout.segments])
-
-    def close(self) -> None:
-        assert not self.closed, "unmapped twice"
-        self.closed = True
-        super().close()
-
-
 class LivenessView:
     """The server's side of a liveness file."""
 
@@ -78,11 +61,6 @@ class LivenessView:
             raise LayoutError(f"shared memory {name} cannot be opened")
         self.liveness = found
         self._host = host
-        self._closed = False
-
-    @property
-    def fence(self) -> int:
-        return 2**64 - 1 if self._closed else self.liveness.fence
 
     @property
     def name(self) -> str:
@@ -99,7 +77,6 @@ class LivenessView:
         return False
 
     def close(self, remove: bool) -> None:
-        self._closed = True
         if remove:
             self._host.liveness_files.pop(self.liveness.name, None)
 

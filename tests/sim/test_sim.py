@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from kvdepot.client.lane import Lane
+from kvdepot.core import transfers
 from kvdepot.core.index import chunk as chunks
 from kvdepot.core.index import index, matching
 from kvdepot.core.transfers import Transfers
+from kvdepot.protocol import wire
 from tests.sim.run import Broken, simulate
 
 
@@ -42,16 +45,27 @@ Patch = pytest.MonkeyPatch
 
 
 def seals_before_the_copy_has_ended(patch: Patch) -> None:
-    start = Transfers._start
+    place = Transfers._place
 
-    def start_sealed(self: Any, operation: Any, *rest: Any) -> Any:
-        tasks = start(self, operation, *rest)
-        for chunk, rank in operation.chunks if operation.is_store else ():
-            self._index.seal(chunk, rank)
-        return tasks
+    def place_sealed(self: Any, operation: Any) -> Any:
+        if isinstance(operation.request, wire.Store):
+            for chunk, rank in operation.chunks:
+                self._index.seal(chunk, rank)
+        return place(self, operation)
 
-    patch.setattr(Transfers, "_start", start_sealed)
-    patch.setattr(Transfers, "_end_store", lambda self, operation, wall: [])
+    patch.setattr(Transfers, "_place", place_sealed)
+
+
+def gives_memory_away_that_a_dead_workers_device_may_write(patch: Patch) -> None:
+    patch.setattr(transfers, "LINGER_S", 0.0)
+
+
+def gives_blocks_back_that_are_being_copied(patch: Patch) -> None:
+    def end_at_once(self: Any, operation: Any, error: Any) -> None:
+        operation.is_void = True
+        self._end(operation, error)
+
+    patch.setattr(Lane, "_void", end_at_once)
 
 
 def evicts_what_is_held(patch: Patch) -> None:
@@ -95,6 +109,8 @@ def writes_a_tail_over_the_one_that_it_continues(patch: Patch) -> None:
     "plant",
     [
         seals_before_the_copy_has_ended,
+        gives_memory_away_that_a_dead_workers_device_may_write,
+        gives_blocks_back_that_are_being_copied,
         evicts_what_is_held,
         looks_for_the_parts_of_all_groups_but_one,
         writes_a_tail_over_the_one_that_it_continues,

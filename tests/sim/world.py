@@ -73,6 +73,16 @@ class World:
         return float(low * (high / low) ** self.random.random())
 
 
+class Clock:
+    """The clock of a world, in place of the module `time`."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def monotonic(self) -> float:
+        return self._world.now
+
+
 class Killed(BaseException):
     """Raised in the thread of a killed process to unwind it; only `Process` catches it."""
 
@@ -139,6 +149,10 @@ class Process:
         self._arm()
         self._park()
         return self._met
+
+    def is_current(self) -> bool:
+        """Whether the calling thread is this process's."""
+        return threading.current_thread() is self._thread
 
     def sleep(self, duration_s: float) -> None:
         """Block for `duration_s` seconds."""
