@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
-from kvdepot.memory.extents import checksum, views
 
 from kvdepot.core.index.chunk import Chunk
 from kvdepot.errors import KVDepotError
+from kvdepot.memory.extents import checksum, views
 from kvdepot.tiers import Blob, TierConfig, parse
 from kvdepot.tiers.codec import SLACK, make_codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
