@@ -77,7 +77,7 @@ def test_good_copies_pass_and_all_blocks_are_as_they_were(make: Make, kind: type
 
 
 def test_large_blocks_and_many_segments_are_tested_by_a_few(make: Make) -> None:
-    model = Model().add("rows padded", 7, 3000, 1, 8, "uint8").add("blocks first", 7, 16, 8, 8192, "float64")
+    model = Model().add("rows padded", 7, 600, 1, 8, "uint8").add("blocks first", 7, 16, 8, 8192, "float64")
     engine = make(HostBlocks, model)
     before = engine.read()
     run_self_test(engine.groups)
