@@ -102,38 +102,59 @@ class _Slot:
 
 
 class _Buffers:
-    """Two slots of the lane, used in turn, and one for loads within a step; shared by all groups of a device."""
+    """What the groups of a device share: two slots of the lane, used in turn, one for loads within a step, and the
+    registered arena."""
 
     def __init__(self, device: torch.device, staging_bytes: int) -> None:
         self.device, self.module = device, torch.get_device_module(device)
+        self.users = 0  # guarded by _lock
+        self.registration: Registration | None = None
+        self.lane_lock, self.step_lock = threading.Lock(), threading.Lock()
         try:
             with torch.inference_mode(False):
                 self.lane = [_Slot(device, self.module, staging_bytes) for _ in range(2)]
                 self.step = _Slot(device, self.module, -(-staging_bytes // 16) * 8)
         except AttributeError as exc:
             raise DeviceError(f"torch has no streams for {device}: blocks there cannot be cached") from exc
-        self.lane_lock, self.step_lock = threading.Lock(), threading.Lock()
         self.module.synchronize(device)  # what was queued for others may still use this memory
 
+    def follow(self, arena: ArenaBytes | None) -> threading.Event | None:
+        """Register an arena instead of the one before. Never blocks."""
+        with _lock:
+            before = self.registration
+            if before is not None and arena is not None and before.covers(arena.bytes):
+                return before.ended
+            if before is not None:
+                before.stop()
+            self.registration = None
+            if arena is not None and self.device.type in {"cuda", "cpu"}:
+                self.registration = Registration(arena.bytes, self.device, before)
+                return self.registration.ended
+            return None
 
-_buffers: weakref.WeakValueDictionary[tuple[str, int], _Buffers] = weakref.WeakValueDictionary()
-_buffers_lock = threading.Lock()
+
+_lock = threading.Lock()
+_buffers: weakref.WeakValueDictionary[tuple[torch.device, int], _Buffers] = weakref.WeakValueDictionary()
+"""By device and the size that was asked for. Guarded by _lock."""
 
 
 def _buffers_of(device: torch.device, staging_bytes: int) -> _Buffers:
     """The buffers of a device: those of another group, or new ones, smaller if the device lacks memory. Raises
     DeviceError."""
-    with _buffers_lock:
-        found = _buffers.get((str(device), staging_bytes))
-        size = staging_bytes
+    with _lock:
+        found, size = _buffers.get((device, staging_bytes)), staging_bytes
         while found is None:
             try:
                 found = _Buffers(device, size)
             except RuntimeError as exc:
                 if size // 2 < _LEAST_STAGING_BYTES:
-                    raise DeviceError(f"{device} has no memory for staging buffers of 2 x {size} bytes: {exc}") from exc
+                    raise DeviceError(
+                        f"{device} has no memory for two staging buffers of {size >> 20} MiB: let the engine take less "
+                        f"of it (vLLM: --gpu-memory-utilization): {exc}"
+                    ) from exc
                 size //= 2
-        _buffers[str(device), staging_bytes] = found
+        _buffers[device, staging_bytes] = found
+        found.users += 1
         return found
 
 
@@ -156,7 +177,6 @@ class AcceleratorBlocks(BlockMemory):
         self._storages = [storages[mapping.name] for mapping in layout.mappings]
         self._buffers: _Buffers | None = _buffers_of(device, staging_bytes)
         self.task_bytes = sum(slot.size for slot in self._buffers.lane)
-        self._registration: Registration | None = None
         with torch.inference_mode(False):
             self._word = self._widest_word()
             self._stacks = self._stacked()
@@ -184,22 +204,19 @@ class AcceleratorBlocks(BlockMemory):
 
     def move(self, arena: ArenaBytes, pieces: Sequence[CopyPiece], is_store: bool) -> None:
         buffers = self._opened()
-        with buffers.lane_lock, registration.relaxed_capture(buffers.device), self._copying(buffers.lane):
-            self._copy(arena, pieces, is_store, buffers.lane)
-            for slot in buffers.lane:
-                slot.synchronize()
+        with buffers.lane_lock, registration.relaxed_capture(buffers.device):
+            self._copy(_Transfer(arena.bytes, is_store), pieces, buffers.lane)
 
     def load_in_step(self, arena: ArenaBytes, pieces: Sequence[CopyPiece]) -> None:
         """As `BlockMemory.load_in_step`. What is queued on the current stream may still use the blocks, so they are
         written after it; the calling thread waits for it only if the chunks do not fit into the buffer together."""
         buffers = self._opened()
         slot, current = buffers.step, buffers.module.current_stream(buffers.device)
-        with buffers.step_lock, self._copying([slot]):
+        with buffers.step_lock:
             ready, was_read = buffers.module.Event(), buffers.module.Event()
             ready.record(current)
-            self._copy(arena, pieces, False, [slot], _Step(ready, was_read))
+            self._copy(_Transfer(arena.bytes, False, ready, was_read), pieces, [slot])
             current.wait_stream(slot.stream)
-            was_read.synchronize()
 
     def read(self, segment: Segment, block: int) -> Bytes:
         data: Bytes = self._row(segment, block).to("cpu", copy=True).numpy()
@@ -214,151 +231,145 @@ class AcceleratorBlocks(BlockMemory):
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, start, (segment.size,), (1,))
 
     def follow(self, arena: ArenaBytes | None) -> threading.Event:
-        """As `BlockMemory.follow`; the arena is pinned. Pinning beside an engine that captures graphs can fail the
-        capture where relaxed_capture (registration.py) finds no runtime: call it after that, if you can."""
-        held = None if arena is None else registration.hold(arena.bytes, self._opened().device)
-        before, self._registration = self._registration, held
-        if before is not None:
-            registration.drop(before)
-        return super().follow(arena) if held is None else held.ended
+        """As `BlockMemory.follow`: the arena is pinned, for all groups of the device in this process."""
+        return self._opened().follow(arena) or super().follow(arena)
 
     def close(self) -> None:
-        before, self._registration = self._registration, None
-        if before is not None:
-            registration.drop(before)
-            if not before.holders:
-                before.join()
-        self._buffers = None
+        buffers, self._buffers = self._buffers, None
         self._stacks, self._storages = [], []
+        if buffers is not None:
+            with _lock:
+                buffers.users -= 1
+                is_last = not buffers.users
+            held = buffers.registration
+            if is_last and held is not None:
+                buffers.follow(None)
+                held.join()
 
     def _opened(self) -> _Buffers:
         if self._buffers is None:
             raise DeviceError("these blocks are closed")
         return self._buffers
 
-    @contextlib.contextmanager
-    def _copying(self, slots: Sequence[_Slot]) -> Iterator[None]:
-        """Within, errors of torch become DeviceError, once nothing that was queued can touch memory any more."""
+    def _copy(self, transfer: _Transfer, pieces: Sequence[CopyPiece], slots: Sequence[_Slot]) -> None:
+        """Copy chunks on slots in turn, and wait until the arena's bytes were written or read.
+
+        After an error nothing that was queued can touch memory any more.
+        """
+        held = self._opened().registration
         try:
-            yield
+            if held is None or not held.covers(transfer.memory):
+                self._queue(transfer, pieces, slots)
+                transfer.wait(slots)
+            else:
+                with held.use() as transfer.registered:
+                    self._queue(transfer, pieces, slots)
+                    transfer.wait(slots)
         except BaseException as exc:
             with contextlib.suppress(RuntimeError):
                 for slot in slots:
                     slot.synchronize()
-            if isinstance(exc, RuntimeError):
+            if isinstance(exc, (RuntimeError, IndexError)):
                 raise DeviceError(f"blocks on {self.device} could not be copied: {exc}") from exc
             raise
 
-    def _copy(
-        self,
-        arena: ArenaBytes,
-        pieces: Sequence[CopyPiece],
-        is_store: bool,
-        slots: Sequence[_Slot],
-        step: _Step | None = None,
-    ) -> None:
-        """Queue the copies of chunks on slots in turn."""
+    def _queue(self, transfer: _Transfer, pieces: Sequence[CopyPiece], slots: Sequence[_Slot]) -> None:
         module, turn, most = self._opened().module, itertools.cycle(slots), slots[0].size
         # Within a step, rows are staged if they can be: copied directly, they would wait for what is queued.
-        direct = most + 1 if step else min(_DIRECT_BYTES, most + 1)
-        held = self._registration
-        is_held = held is not None and held.covers(arena.bytes)
-        with held.use() if held is not None and is_held else contextlib.nullcontext(()) as registered:
-            host = _Host(arena.bytes, registered)
-            for blocks, group in itertools.groupby(pieces, key=lambda piece: len(piece.block_ids)):
-                chunks = [piece for piece in group if is_store or piece.skip < blocks]
-                for batch in _batches([each for each in self._stacks if each.size < direct], blocks, most):
-                    together = max(1, min(most // sum(cut.size for cut in batch), _MOST_IDS // blocks))
-                    for first in range(0, len(chunks), together):
-                        slot = next(turn)
-                        with module.stream(slot.stream):
-                            self._copy_batch(slot, host, batch, chunks[first : first + together], is_store, step)
-                for stack in (each for each in self._stacks if each.size >= direct):
-                    for piece in chunks:
-                        slot = next(turn)
-                        with module.stream(slot.stream):
-                            _copy_rows(slot, host, stack, piece, is_store, step)
+        direct = most + 1 if transfer.ready else min(_DIRECT_BYTES, most + 1)
+        for blocks, group in itertools.groupby(pieces, key=lambda piece: len(piece.block_ids)):
+            chunks = [piece for piece in group if blocks > (0 if transfer.is_store else piece.skip)]
+            for batch in _batches([each for each in self._stacks if each.size < direct], blocks, most):
+                together = max(1, min(most // sum(cut.size for cut in batch), _MOST_IDS // blocks))
+                for first in range(0, len(chunks), together):
+                    slot = next(turn)
+                    with module.stream(slot.stream):
+                        self._queue_batch(transfer, slot, batch, chunks[first : first + together])
+            for stack in (each for each in self._stacks if each.size >= direct):
+                for piece in chunks:
+                    slot = next(turn)
+                    with module.stream(slot.stream):
+                        _queue_rows(transfer, slot, stack, piece)
 
-    def _copy_batch(
-        self,
-        slot: _Slot,
-        host: _Host,
-        batch: Sequence[_Cut],
-        chunks: Sequence[CopyPiece],
-        is_store: bool,
-        step: _Step | None,
+    def _queue_batch(
+        self, transfer: _Transfer, slot: _Slot, batch: Sequence[_Cut], chunks: Sequence[CopyPiece]
     ) -> None:
-        count, blocks, word = len(chunks), len(chunks[0].block_ids), self._word
-        size = sum(cut.size for cut in batch)
-        start = blocks * (batch[0].stack.before + batch[0].first * batch[0].stack.size)
-        start += batch[0].top * batch[0].stack.size
+        first, word = batch[0], self._word
+        size, top, high = sum(cut.size for cut in batch), first.top, first.bottom - first.top
+        blocks = len(chunks[0].block_ids)
+        start = blocks * (first.stack.before + first.first * first.stack.size) + top * first.stack.size
         places = [place for piece in chunks for place in _places(piece.extents, start, size)]
-        stage = slot.stage[: count * size]
-        # Memory that is not pinned has been read when this returns.
-        columns = slice(batch[0].top, batch[0].bottom)
-        wanted = np.stack([piece.block_ids[columns] for piece in chunks])
+        stage = slot.stage[: len(chunks) * size]
+        wanted = np.stack([piece.block_ids[top : first.bottom] for piece in chunks])
         ids = slot.ids[: wanted.size].view(wanted.shape)
-        ids.copy_(torch.from_numpy(wanted), non_blocking=True)
-        if not is_store:
-            host.copy(slot, stage, places, is_store)
-            if step is not None:
-                step.was_read.record(slot.stream)
-                slot.stream.wait_event(step.ready)
+        ids.copy_(torch.from_numpy(wanted), non_blocking=True)  # which has read memory that is not pinned
+        if not transfer.is_store:
+            transfer.copy(slot, stage, places)
+            transfer.wait_to_write(slot)
         words = stage.view(_WORDS[word])
         for cut in batch:
-            rows, width, high = cut.stack.rows[cut.first : cut.end], cut.stack.size // word, wanted.shape[1]
+            rows, width = cut.stack.rows[cut.first : cut.end], cut.stack.size // word
             strides = (high * width, size // word, width, 1)
-            part = words.as_strided((len(rows), count, high, width), strides, cut.at // word)
-            if is_store:
+            part = words.as_strided((len(rows), len(chunks), high, width), strides, cut.at // word)
+            if transfer.is_store:
                 torch.ops.aten.index.Tensor_out(rows, [None, ids], out=part)
                 continue
-            first = 0
-            for skip, group in itertools.groupby(max(piece.skip - columns.start, 0) for piece in chunks):
-                some = slice(first, first + len(list(group)))
-                first = some.stop
+            at = 0
+            for skip, group in itertools.groupby(max(piece.skip - top, 0) for piece in chunks):
+                some = slice(at, at + len(list(group)))
+                at = some.stop
                 if skip < high:
                     torch.ops.aten.index_put_(rows, [None, ids[some, skip:]], part[:, some, skip:])
-        if is_store:
-            host.copy(slot, stage, places, is_store)
+        if transfer.is_store:
+            transfer.copy(slot, stage, places)
 
 
-class _Step(NamedTuple):
-    """Events of a load within a step: blocks may be written after `ready`; `was_read` is behind the last byte that was
-    read from the arena."""
+class _Transfer:
+    """Copies in one direction between a device and the arena's memory, of which only some pieces are registered."""
 
-    ready: Any
-    was_read: Any
-
-
-class _Host:
-    """The arena's memory, of which only some pieces are registered."""
-
-    def __init__(self, memory: Bytes, registered: Collection[int]) -> None:
-        self._memory, self._registered = memory, registered
+    def __init__(self, memory: Bytes, is_store: bool, ready: Any = None, was_read: Any = None) -> None:
+        """ready, was_read: events of a load within a step; blocks may be written after the first, and the second is
+        recorded behind the last byte that is read from the arena."""
+        self.memory, self.is_store, self.ready, self._was_read = memory, is_store, ready, was_read
+        self.registered: Collection[int] = ()
         # The same memory as a tensor, also where it is read-only: torch would warn.
         whole = (ctypes.c_uint8 * len(memory)).from_address(memory.ctypes.data)
         self._tensor = torch.frombuffer(whole, dtype=torch.uint8)
 
-    def copy(self, slot: _Slot, data: torch.Tensor, places: Iterable[tuple[int, int]], is_store: bool) -> None:
+    def wait_to_write(self, slot: _Slot) -> None:
+        """Everything on the slot's stream has been read from the arena; what is queued next writes blocks."""
+        if self.ready is not None:
+            self._was_read.record(slot.stream)
+            slot.stream.wait_event(self.ready)
+
+    def wait(self, slots: Sequence[_Slot]) -> None:
+        """Wait until all bytes have arrived; within a step, until they have been read."""
+        if self.ready is not None:
+            self._was_read.synchronize()
+        else:
+            for slot in slots:
+                slot.synchronize()
+
+    def copy(self, slot: _Slot, data: torch.Tensor, places: Iterable[tuple[int, int]]) -> None:
         """Queue copies between bytes of the device and places of the arena, in order, on the slot's stream."""
         done = 0
         for offset, size in _joined(places):
             part = data[done : done + size]
             done += size
-            if offset // PIECE_BYTES not in self._registered:
-                self._bounce(slot, part, self._memory[offset : offset + size], is_store)
-            elif is_store:
+            if offset // PIECE_BYTES not in self.registered:
+                self._bounce(slot, part, self.memory[offset : offset + size])
+            elif self.is_store:
                 self._tensor[offset : offset + size].copy_(part, non_blocking=True)
             else:
                 part.copy_(self._tensor[offset : offset + size], non_blocking=True)
 
-    def _bounce(self, slot: _Slot, data: torch.Tensor, area: Bytes, is_store: bool) -> None:
+    def _bounce(self, slot: _Slot, data: torch.Tensor, area: Bytes) -> None:
         """Copy through the slot's pinned buffer: left to the driver, copies of other memory hold up the engine's."""
         buffer = slot.bounce()
         for at in range(0, len(area), len(buffer)):
             part, there = data[at : at + len(buffer)], area[at : at + len(buffer)]
             through = buffer[: len(there)]
-            if is_store:
+            if self.is_store:
                 through.copy_(part, non_blocking=True)
                 slot.synchronize()
                 there[:] = through.numpy()
@@ -368,18 +379,16 @@ class _Host:
                 part.copy_(through, non_blocking=True)
 
 
-def _copy_rows(slot: _Slot, host: _Host, stack: _Stack, piece: CopyPiece, is_store: bool, step: _Step | None) -> None:
+def _queue_rows(transfer: _Transfer, slot: _Slot, stack: _Stack, piece: CopyPiece) -> None:
     """Queue copies of large rows, each by itself."""
-    if step is not None:
-        slot.stream.wait_event(step.ready)
-    blocks, rows = len(piece.block_ids), stack.rows.view(torch.uint8)
-    ids = piece.block_ids.tolist()
+    if transfer.ready is not None:
+        slot.stream.wait_event(transfer.ready)
+    rows, ids = stack.rows.view(torch.uint8), piece.block_ids.tolist()
     for segment in range(stack.segments):
-        for at in range(0 if is_store else piece.skip, blocks):
-            start = blocks * (stack.before + segment * stack.size) + at * stack.size
-            host.copy(slot, rows[segment, ids[at]], _places(piece.extents, start, stack.size), is_store)
-    if step is not None:
-        step.was_read.record(slot.stream)
+        for at in range(0 if transfer.is_store else piece.skip, len(ids)):
+            start = len(ids) * (stack.before + segment * stack.size) + at * stack.size
+            transfer.copy(slot, rows[segment, ids[at]], _places(piece.extents, start, stack.size))
+    transfer.wait_to_write(slot)
 
 
 def _equally_apart(segments: Sequence[Segment]) -> int:

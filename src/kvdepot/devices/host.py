@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from kvdepot.devices.blocks import ArenaBytes, BlockMemory, CopyPiece
 from kvdepot.memory import shm
-from kvdepot.memory.allocator import Extents
 from kvdepot.memory.extents import Bytes, Ids, views
 from kvdepot.protocol.layout import Layout, Segment
 
@@ -26,6 +25,9 @@ _MIN_UNIT = 512
 """Smallest unit to gather by index if segments are not dense; below it, one copy per block is faster."""
 _CALLS = 4
 """A stack of at least this many segments per block of a chunk is copied block by block."""
+
+_Runs = list[tuple[int, int]]
+"""`[first, end)` of adjacent block ids."""
 
 _entered: weakref.WeakKeyDictionary[ArenaBytes, npt.NDArray[np.bool_]] = weakref.WeakKeyDictionary()
 """The pages of each mapped arena that this process has entered, of all groups. Threads may enter a page twice."""
@@ -47,13 +49,13 @@ class HostBlocks(BlockMemory):
     def move(self, arena: ArenaBytes, pieces: Sequence[CopyPiece], is_store: bool) -> None:
         _enter_pages(arena, [extent for piece in pieces for extent in piece.extents])
         for piece in pieces:
-            start = 0
+            start, runs = 0, _runs(piece.block_ids if is_store else piece.block_ids[piece.skip :])
             for stack, size in _sized(self._stacks, piece):
                 where = views(arena.bytes, piece.extents, start, size)
                 whole = where[0]
                 if len(where) > 1:
                     whole = np.empty(size, np.uint8) if is_store else np.concatenate(where)
-                stack.copy(piece.block_ids, whole, 0 if is_store else piece.skip, is_store)
+                stack.copy(piece, runs, whole, is_store)
                 if is_store and len(where) > 1:
                     done = 0
                     for part in where:
@@ -78,7 +80,7 @@ class HostBlocks(BlockMemory):
         """Nothing is held but the memory, which ends with the last reference to this."""
 
 
-def _enter_pages(arena: ArenaBytes, extents: Extents | list[tuple[int, int]]) -> None:
+def _enter_pages(arena: ArenaBytes, extents: Sequence[tuple[int, int]]) -> None:
     """Enter the pages of these extents, unless that was done before: entering them again takes longer than copying.
 
     Only pages that the extents name: entering a hole of the file would allocate it.
@@ -128,17 +130,17 @@ class _Stack:
     planes: Bytes
     """uint8[layers, segments of a layer, num_blocks, size], the memory of `rows`."""
 
-    def copy(self, ids: Ids, area: Bytes, skip: int, is_store: bool) -> None:
-        """Copy blocks to a chunk's bytes of these segments, or back; not the first `skip` blocks."""
-        size, count = self.rows[0].size, len(ids)
+    def copy(self, piece: CopyPiece, runs: _Runs | None, area: Bytes, is_store: bool) -> None:
+        """Copy blocks to a chunk's bytes of these segments, or back; a load not the first blocks. runs: of the ids."""
+        skip = 0 if is_store else piece.skip
+        size, count, ids = self.rows[0].size, len(piece.block_ids), piece.block_ids[skip:]
         if len(self.rows) < _CALLS * count:
             parts = area.reshape(len(self.rows), count, size)[:, skip:]
-            runs = _runs(ids[skip:])
             for row, part in zip(self.rows, parts, strict=True):
-                (_gather_rows if is_store else _scatter_rows)(row, ids[skip:], runs, part)
+                (_gather_rows if is_store else _scatter_rows)(row, ids, runs, part)
             return
         parts = area.reshape(*self.planes.shape[:2], count, size)
-        for at, block in enumerate(ids.tolist()[skip:], skip):
+        for at, block in enumerate(ids.tolist(), skip):
             if is_store:
                 parts[:, :, at] = self.planes[:, :, block]
             else:
@@ -181,7 +183,7 @@ def _sized(stacks: Sequence[_Stack], piece: CopyPiece) -> Iterator[tuple[_Stack,
         yield stack, len(stack.rows) * stack.rows[0].size * len(piece.block_ids)
 
 
-def _runs(ids: Ids) -> list[tuple[int, int]] | None:
+def _runs(ids: Ids) -> _Runs | None:
     """`[first, end)` runs of adjacent block ids; None if they are so short that indexing is faster."""
     if len(ids) < 2:
         return [(0, 1)] if len(ids) else []
@@ -192,7 +194,7 @@ def _runs(ids: Ids) -> list[tuple[int, int]] | None:
     return list(itertools.pairwise(edges))
 
 
-def _gather_rows(row: _Rows, ids: Ids, runs: list[tuple[int, int]] | None, out: Bytes) -> None:
+def _gather_rows(row: _Rows, ids: Ids, runs: _Runs | None, out: Bytes) -> None:
     """out[i] = block ids[i] of this segment. np.take and slice copies release the GIL."""
     if runs is not None and (row.dense or len(runs) == len(ids)):
         for first, end in runs:
@@ -208,7 +210,7 @@ def _gather_rows(row: _Rows, ids: Ids, runs: list[tuple[int, int]] | None, out: 
         np.take(row.units, units, axis=0, out=out.reshape(len(units), -1), mode="clip")
 
 
-def _scatter_rows(row: _Rows, ids: Ids, runs: list[tuple[int, int]] | None, source: Bytes) -> None:
+def _scatter_rows(row: _Rows, ids: Ids, runs: _Runs | None, source: Bytes) -> None:
     """Block ids[i] of this segment = source[i]. Index assignment also releases the GIL."""
     if runs is not None:
         for first, end in runs:

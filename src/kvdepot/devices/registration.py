@@ -2,7 +2,7 @@
 
 Registering pins pages, some 4 to 60 ms for each piece. So a thread does it in the background, and copies of what is not
 registered yet go through a buffer (accelerator.py). Laws: no copy crosses from one piece into the next; a piece is
-unregistered only while no copy uses the registration; a mapping is registered once in a process, whoever needs it.
+unregistered only while no copy uses the registration.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _PORTABLE = 1
 _RELAXED = 2
 """cudaStreamCaptureModeRelaxed."""
 
-_lock = threading.Lock()
-_registrations: dict[tuple[int, int], Registration] = {}
-"""The registration of each address and size that is held, or was last. Guarded by _lock, as are their holders."""
+_Call = Callable[[int, int], str]
+"""Takes an address and bytes; returns what went wrong, or nothing."""
 
 
 class Registration:
-    """The pieces of one mapped arena that are registered. Made by `hold`, given up by `drop`."""
+    """The pieces of one mapped arena that are registered for a device. Any thread."""
 
-    def __init__(self, memory: Bytes, device: torch.device, before: Registration | None) -> None:
-        """before: the registration that the same memory had, which must end first."""
-        self.holders = 0
+    def __init__(self, memory: Bytes, device: torch.device, before: Registration | None = None) -> None:
+        """Begin to register a mapping. Never blocks. before: what must be unregistered first, perhaps of the same
+        mapping."""
+        self.memory = memory
         self.ended = threading.Event()
         """Set once every piece is registered, or no more can be."""
-        self._memory, self._device, self._before = memory, device, before
+        self._device = device
         self._change = threading.Condition()
         self._pieces: set[int] = set()  # added to by the thread alone
         self._users = 0  # guarded by _change, as is _stopping
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="kvdepot-register", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=[before], name="kvdepot-register", daemon=True)
         self._thread.start()
 
     @property
@@ -55,7 +55,7 @@ class Registration:
 
     def covers(self, memory: Bytes) -> bool:
         """Whether this is the registration of this mapping."""
-        return _key(self._memory) == _key(memory)
+        return self.memory.ctypes.data == memory.ctypes.data and len(self.memory) == len(memory)
 
     @contextlib.contextmanager
     def use(self) -> Iterator[Collection[int]]:
@@ -81,75 +81,40 @@ class Registration:
         self._thread.join()
 
     def _length(self, piece: int) -> int:
-        return min(PIECE_BYTES, len(self._memory) - piece * PIECE_BYTES)
+        return min(PIECE_BYTES, len(self.memory) - piece * PIECE_BYTES)
 
-    def _run(self) -> None:
-        if self._before is not None:
-            self._before.join()
-            self._before = None
+    def _run(self, before: Registration | None) -> None:
+        if before is not None:
+            before.join()
+            del before
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, range(os.cpu_count() or 1))  # engines bind the thread that started this to one CPU
-        start = self._memory.ctypes.data
+        start = self.memory.ctypes.data
         try:
             with _driver(self._device) as (register, unregister):
                 self._register(lambda piece: register(start + piece * PIECE_BYTES, self._length(piece)))
-                self._wait_until_unused()
+                with self._change:
+                    self._change.wait_for(lambda: self._stopping and not self._users)
                 for piece in self._pieces:
                     unregister(start + piece * PIECE_BYTES, self._length(piece))
         except Exception:
-            log.exception("the arena could not be registered with %s", self._device)
+            log.exception("copies to and from %s are slower: the arena could not be registered", self._device)
         finally:
             self.ended.set()
-            self._wait_until_unused()
-            with _lock:
-                if _registrations.get(_key(self._memory)) is self:
-                    del _registrations[_key(self._memory)]
-
-    def _wait_until_unused(self) -> None:
-        with self._change:
-            self._change.wait_for(lambda: self._stopping and not self._users)
 
     def _register(self, register: Callable[[int], str]) -> None:
-        for piece in range(-(-len(self._memory) // PIECE_BYTES)):
+        for piece in range(-(-len(self.memory) // PIECE_BYTES)):
             if self._stopping:
                 break
             if fault := register(piece):
+                done, size = self.registered_bytes >> 20, len(self.memory) >> 20
                 log.warning(
-                    "copies to and from %s are slower: %d of %d MiB of the arena are registered (%s)",
-                    self._device, self.registered_bytes >> 20, len(self._memory) >> 20, fault,
+                    "copies to and from %s are slower: %d of %d MiB of the arena could be registered: %s",
+                    self._device, done, size, fault,
                 )  # fmt: skip
                 break
             self._pieces.add(piece)
         self.ended.set()
-
-
-def hold(memory: Bytes, device: torch.device) -> Registration | None:
-    """The registration of a mapping, which is begun if nobody has it yet. None for a kind of device that has none.
-    Never blocks."""
-    if device.type not in {"cuda", "cpu"}:
-        return None
-    with _lock:
-        found = _registrations.get(_key(memory))
-        if found is None or not found.holders:
-            found = _registrations[_key(memory)] = Registration(memory, device, found)
-        found.holders += 1
-        return found
-
-
-def drop(registration: Registration) -> None:
-    """Give up what `hold` returned. The last holder's memory is unregistered in the background. Never blocks."""
-    with _lock:
-        registration.holders -= 1
-        if not registration.holders:
-            registration.stop()
-
-
-def _key(memory: Bytes) -> tuple[int, int]:
-    return memory.ctypes.data, len(memory)
-
-
-_Call = Callable[[int, int], str]
-"""Takes an address and bytes; returns what went wrong, or nothing."""
 
 
 @contextlib.contextmanager
@@ -168,15 +133,14 @@ def _driver(device: torch.device) -> Iterator[tuple[_Call, _Call]]:
 
     runtime = torch.cuda.cudart()
     with torch.cuda.device(device), relaxed_capture(device):  # not device 0, on which it would make a context
+
+        def outcome(status: object) -> str:
+            return str(runtime.cudaGetErrorString(status)) if int(status) else ""  # type: ignore[call-overload]
+
         yield (
-            lambda start, size: _error(runtime, runtime.cudaHostRegister(start, size, _PORTABLE)),
-            lambda start, _: _error(runtime, runtime.cudaHostUnregister(start)),
+            lambda start, size: outcome(runtime.cudaHostRegister(start, size, _PORTABLE)),
+            lambda start, _: outcome(runtime.cudaHostUnregister(start)),
         )
-
-
-def _error(runtime: object, status: object) -> str:
-    number = int(status)  # type: ignore[call-overload]
-    return str(runtime.cudaGetErrorString(status)) if number else ""  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
