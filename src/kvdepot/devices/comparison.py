@@ -1,7 +1,8 @@
 """Compares blocks of an engine with the chunks that are stored, as numbers: how far are they apart?
 
-Runs on the thread of the worker's lane. Two honest computations of one prompt differ by rounding: other batch shapes, kernels and
-processors add it up layer by layer. So the answer is a relative difference, and whoever asks has a limit for it.
+Runs on the thread of the worker's lane. Two honest computations of one prompt differ by rounding: other batch shapes,
+kernels and processors add it up layer by layer. So the answer is a relative difference, and whoever asks has a limit
+for it.
 
     number of a chunk   the largest of its parts; a part: one segment's numbers of one data type
     number of a part    the mean of its tiles, or a quarter of the mean in one of its blocks, if that is larger
