@@ -1,0 +1,267 @@
+"""Comparisons of stored chunks with computed blocks: what rounding makes of them, and what faults do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from msgspec.structs import replace
+
+from kvdepot.devices.blocks import ArenaBytes, BlockMemory, CopyPiece
+from kvdepot.devices.comparison import compare
+from kvdepot.errors import LayoutError
+from kvdepot.memory.allocator import PAGE
+from kvdepot.memory.extents import Bytes
+from kvdepot.protocol.layout import Layout, TensorView, build_layout
+
+LAYERS, BLOCKS, TOKENS, HEADS, DIM = 6, 8, 16, 2, 64
+LIMIT = 4 * 2**-7 * math.sqrt(LAYERS)
+"""The limit that an engine of as many layers asks for, in bfloat16."""
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@dataclass
+class Arena:
+    bytes: Bytes
+
+
+class IndexedBlocks(BlockMemory):
+    """Blocks of one mapping that are copied one by one, as the layout says."""
+
+    task_bytes = 1 << 20
+
+    def __init__(self, layout: Layout, memory: Bytes) -> None:
+        self.layout, self.device, self._memory = layout, None, memory
+
+    def move(self, arena: ArenaBytes, pieces: Sequence[CopyPiece], is_store: bool) -> None:
+        assert is_store, "a comparison writes no block"
+        for piece in pieces:
+            starts = [
+                (each.offset + i * each.stride, each.size) for each in self.layout.segments for i in piece.block_ids
+            ]
+            moved = np.concatenate([self._memory[start : start + size] for start, size in starts])
+            for start, size in piece.extents:
+                part, moved = moved[:size], moved[size:]
+                arena.bytes[start : start + len(part)] = part
+
+    def load_in_step(self, arena: ArenaBytes, pieces: Sequence[CopyPiece]) -> None:
+        raise AssertionError("a comparison loads nothing")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Worker:
+    """Paged KV [layers, blocks, heads, tokens, keys and values], whose blocks `ids` are compared."""
+
+    def __init__(self, dtype: torch.dtype, tokens: int = TOKENS) -> None:
+        draw = torch.Generator().manual_seed(0)
+        values = torch.randn((LAYERS, BLOCKS, HEADS, tokens, 2, DIM), generator=draw)
+        values[..., 0, :] *= 50  # keys are larger than values
+        self.memory = values.flatten(4).to(dtype)
+        self.layers = list(self.memory)
+        bytes_ = self.memory.reshape(-1).view(torch.uint8).numpy()
+        strides = tuple(each * dtype.itemsize for each in self.layers[0].stride())
+        described = [
+            TensorView(
+                f"layer {i}", "memory", len(bytes_), i * layer.nbytes, tuple(layer.shape), strides, dtype.itemsize,
+                str(dtype).removeprefix("torch."),
+            )
+            for i, layer in enumerate(self.layers)
+        ]  # fmt: skip
+        self.blocks = IndexedBlocks(build_layout(described, [0] * LAYERS), bytes_)
+        self.ids = np.array([5, 0, 3, 6], np.intp)
+
+    def values(self, layer: int) -> torch.Tensor:
+        """The keys and values of a layer, in another axis; a view."""
+        return self.layers[layer].unflatten(3, (2, DIM))
+
+    def compare(self, change: Callable[[Worker], None], has_experts: bool = False, cut: int = 24 * PAGE) -> list[float]:
+        """Store the blocks as one chunk, in two extents, change them, and compare them with it."""
+        size = self.blocks.layout.block_bytes * len(self.ids)
+        piece = CopyPiece(((4 * PAGE, cut), (8 * PAGE + cut, size)), self.ids)
+        arena = Arena(np.zeros(8 * PAGE + cut + size, np.uint8))
+        self.blocks.move(arena, [piece], is_store=True)
+        before = arena.bytes.copy()
+        change(self)
+        (found,) = compare(self.blocks, arena, [piece], has_experts)
+        assert np.array_equal(arena.bytes, before), "comparing changed the arena"
+        return found
+
+
+def rounded(worker: Worker) -> None:
+    """The same numbers after other roundings, more of them in each layer, as other batch shapes give."""
+    draw = torch.Generator().manual_seed(1)
+    for number, layer in enumerate(worker.layers, 1):
+        noise = torch.randn(layer.shape, generator=draw) * torch.finfo(layer.dtype).eps * math.sqrt(number)
+        layer.copy_((layer.float() * (1 + noise)).to(layer.dtype))
+
+
+def other_experts(worker: Worker) -> None:
+    """One token in 16 took another expert from the third layer on."""
+    for layer in worker.layers[2:]:
+        layer[:, :, ::16] *= 0.5
+
+
+def other_values(worker: Worker) -> None:
+    worker.values(3)[..., 1, :] *= 1.5
+
+
+def other_keys(worker: Worker) -> None:
+    worker.values(3)[..., 0, :] = worker.values(3)[..., 0, :].roll(1, -1)
+
+
+def another_layer(worker: Worker) -> None:
+    worker.layers[2].copy_(worker.layers[1])
+
+
+def another_prompt(worker: Worker) -> None:
+    for layer in worker.layers:
+        layer.copy_(layer.roll(1, 0))
+
+
+def one_block(worker: Worker) -> None:
+    worker.layers[4][3] = worker.layers[4][2]
+
+
+def ends_of_blocks(worker: Worker) -> None:
+    worker.layers[4][:, 1, 4:] = worker.layers[4].roll(1, 0)[:, 1, 4:]
+
+
+def exponent(worker: Worker) -> None:
+    worker.layers[0][6, 0, 0, 0] = 2.0**60
+
+
+def no_number(worker: Worker) -> None:
+    worker.layers[0][6, 0, 0, 0] = math.nan
+
+
+def nothing(worker: Worker) -> None:
+    """The blocks stay as they were stored."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_same_bytes_have_no_difference(dtype: torch.dtype) -> None:
+    assert Worker(dtype).compare(nothing) == [0.0]
+
+
+@pytest.mark.parametrize("change", [rounded, other_experts])
+def test_honest_differences_are_within_the_limit(change: Callable[[Worker], None]) -> None:
+    assert 0.0 < Worker(torch.bfloat16).compare(change)[0] < LIMIT
+
+
+@pytest.mark.parametrize(
+    "change", [other_values, other_keys, another_layer, another_prompt, one_block, exponent, no_number]
+)
+def test_faults_are_beyond_the_limit(change: Callable[[Worker], None]) -> None:
+    assert Worker(torch.bfloat16).compare(change)[0] > LIMIT
+
+
+def test_with_experts_what_has_nothing_in_common_differs_and_a_few_tokens_do_not() -> None:
+    def apart(change: Callable[[Worker], None]) -> float:
+        return Worker(torch.bfloat16).compare(change, has_experts=True)[0]
+
+    for change in (rounded, other_experts):
+        assert apart(change) < LIMIT
+    assert 0.3 < apart(lambda worker: worker.layers[3].mul_(1.5)) < 0.4
+    for change in (another_layer, another_prompt, one_block, ends_of_blocks, exponent, no_number):
+        assert apart(change) == math.inf
+
+
+def tiles_of(worker: Worker) -> npt.NDArray[np.float64]:
+    """The numbers of the blocks that are compared, [layers, blocks, tiles, 64], of long rows one tile in five."""
+    numbers: npt.NDArray[np.float64] = worker.memory[:, worker.ids].double().numpy()
+    tiles = numbers.reshape(LAYERS, len(worker.ids), -1, 64)
+    return tiles if tiles.shape[2] < 512 else tiles[:, :, ::5]
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+@pytest.mark.parametrize("tokens", [TOKENS, 136, 800], ids=["short rows", "long rows", "blocks of megabytes"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_numbers_are_those_of_the_definition(dtype: torch.dtype, tokens: int, has_experts: bool) -> None:
+    def change(worker: Worker) -> None:
+        noise = torch.randn(worker.memory.shape, generator=torch.Generator().manual_seed(2))
+        amount = torch.linspace(0.01, 0.4, LAYERS * BLOCKS).reshape(LAYERS, BLOCKS, 1, 1, 1)
+        worker.memory.copy_((worker.memory.float() * (1 + noise * amount)).to(dtype))
+        worker.layers[1][6] = worker.layers[1][7].clone()
+
+    worker = Worker(dtype, tokens)
+    stored = tiles_of(worker)
+    found = worker.compare(change, has_experts)
+    computed = tiles_of(worker)
+    norms = np.linalg.norm(computed, axis=3)
+    least: npt.NDArray[np.float64] = 1e-3 * norms.mean(axis=(1, 2), keepdims=True)
+    tiles = np.minimum(np.linalg.norm(stored - computed, axis=3) / np.maximum(norms, least), 2.0)
+    expected = np.maximum(tiles.mean(axis=(1, 2)), tiles.mean(axis=2).max(axis=1) / 4)
+    if has_experts:
+        expected = np.quantile(tiles.reshape(LAYERS, -1), 0.1, axis=1)
+        expected[1] = math.inf  # a block of another prompt
+    assert found == pytest.approx([expected.max(), *expected], rel=1e-3)
+
+
+def test_a_difference_in_the_last_block_of_megabytes_is_found() -> None:
+    found = Worker(torch.bfloat16, 800).compare(lambda worker: worker.layers[4][6].mul_(1.5))
+    assert found == pytest.approx([1 / 12, 0, 0, 0, 0, 1 / 12, 0], rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("power", [-100, -60, 60, 100])
+def test_very_large_and_small_numbers_differ_as_others_do(dtype: torch.dtype, power: int) -> None:
+    def run(power: int) -> list[float]:
+        worker = Worker(dtype)
+        worker.memory *= 2.0**power
+        return worker.compare(rounded)
+
+    assert run(power) == pytest.approx(run(0), rel=1e-3)
+
+
+def test_numbers_beside_infinite_ones_in_the_same_places_are_compared() -> None:
+    worker, plain = Worker(torch.bfloat16), Worker(torch.bfloat16)
+    for each in (worker, plain):
+        each.memory[:, :, 0, 0, :4] = 0
+    worker.memory[:, :, 0, 0, :4] = math.inf
+    found, expected = worker.compare(rounded), plain.compare(rounded)
+    assert 0 < found[0] < LIMIT
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_value_that_no_rounding_explains_is_seen_in_a_tile_that_is_skipped(dtype: torch.dtype, sign: int) -> None:
+    def change(worker: Worker) -> None:
+        worker.layers[2][3, 1, 7, 100:101].copy_(torch.full((1,), sign * 400.0))
+
+    worker = Worker(dtype, 136)
+    worker.memory.copy_(worker.memory.float().clamp(-2, 2))
+    found = worker.compare(change)
+    assert [i for i, number in enumerate(found) if number == math.inf] == [0, 3]
+
+
+def test_parts_of_unknown_types_have_no_number() -> None:
+    worker = Worker(torch.float32)
+    layout = worker.blocks.layout
+    half = layout.segments[0].size // 2
+    types = [("float32", half), ("int8", half), ("bfloat16", 6 * half), ("float16", 3 * half), ("float32", half)]
+    worker.blocks.layout = replace(layout, numbers=types)
+    found = worker.compare(other_values)
+    assert len(found) == 9
+    assert [i for i, number in enumerate(found) if math.isnan(number)] == [2]
+
+
+def view(dtype: str, item_bytes: int, numbers: tuple[tuple[str, int], ...] = ()) -> TensorView:
+    shape, strides = (BLOCKS, 64), (64 * item_bytes, item_bytes)
+    return TensorView("layer", "file", 1 << 20, 0, shape, strides, item_bytes, dtype, numbers=numbers)
+
+
+def test_a_layout_names_the_data_types_of_a_block() -> None:
+    state = (("bfloat16", 24), ("float32", 40))
+    assert build_layout([view("bfloat16 writer", 2)], [0]).numbers == [("bfloat16", 128)]
+    assert build_layout([view("int8", 1, state)], [0]).numbers == [*state]
+    layout: Layout = replace(build_layout([view("int8", 1)], [0]), numbers=[("int8", 63)])
+    with pytest.raises(LayoutError, match="blocks of 64 bytes"):
+        layout.check()
