@@ -146,7 +146,8 @@ class Connections(RuleBasedStateMachine):
         assert not isinstance(request, KVDepotError)
         self.check_sent(server, number, request)
         self.sent.append((server, request))
-        if not isinstance(request, wire.Lookup) or all(each != number for each, _ in server.inbox):
+        # What waits for its answer is known when it comes again.
+        if not isinstance(request, COPY | wire.Lookup) or all(each != number for each, _ in server.inbox):
             server.inbox.append((number, request))
         return True
 

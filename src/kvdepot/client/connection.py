@@ -318,7 +318,8 @@ class Connection:
             return  # the answer came after its deadline
         if number in self.requests.parked and self.phase is not Phase.SERVING:
             return  # not sent yet, or to be sent again: an answer now comes from a server that has not proved itself
-        if self._handshake.is_sealed and opened is None and (self._is_running() or not isinstance(value, UnknownClient)):
+        is_forged = self._handshake.is_sealed and opened is None
+        if is_forged and (self._is_running() or not isinstance(value, UnknownClient)):
             if self.phase is Phase.SERVING:
                 self._leave()  # a program in between, or a server that has lost our key: say hello again
             return
