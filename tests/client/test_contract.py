@@ -35,9 +35,8 @@ from kvdepot.adapters import (
 )
 from kvdepot.client import lmcache
 from kvdepot.client import socket as client_socket
-from kvdepot.client.contract import pack_block_ids
 from kvdepot.client.scheduler import Cached, Unanswered
-from kvdepot.client.transfer import Operation
+from kvdepot.client.transfer import Operation, pack_block_ids
 from kvdepot.devices.host import HostBlocks
 from kvdepot.keys import ROOT, ChunkChain
 from kvdepot.protocol.endpoints import Claim
@@ -530,7 +529,7 @@ def test_unregistering_waits_for_copies_and_then_touches_no_block(client: Messag
 
 
 @pytest.mark.parametrize("by_handles", [True, False])
-def test_a_device_that_fails_the_test_of_its_copies_leaves_the_engine_without_a_cache(
+def test_a_device_that_fails_the_self_test_leaves_the_engine_without_a_cache(
     depot: Depot, client: MessageQueueClient, by_handles: bool, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip

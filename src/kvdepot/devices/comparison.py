@@ -78,7 +78,7 @@ _TYPES = {
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class _Scratch:
     """Memory for some blocks, in place of the arena."""
 
