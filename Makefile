@@ -23,7 +23,7 @@ help:
 	@echo "make sim        10,000 simulated runs of server, clients and engines; SEED=n make sim replays one"
 	@echo "make bench      the benchmark, with the lower bound of each figure; writes bench.json"
 	@echo "make test-gpu   the tests that need a GPU; make bench-gpu: the figures that need one, writes bench-gpu.json; both first check"
-	@echo "                what is missing; GPU_PYTHON=python of an environment with cuda-bindings, and torch for CUDA to run them all"
+	@echo "                what is missing; GPU_PYTHON=python of an environment with torch for CUDA or ROCm"
 	@echo "make test-contract  vLLM 0.15 to 0.17 with its own LMCacheMPConnector, in an environment of its own (CONTRACT_VLLM=0.17.1)"
 	@echo "make compare    kvdepot beside LMCache and beside no cache, under one engine, in an environment of its own; writes compare/"
 	@echo "make images     builds the images of deploy/ without a registry, with podman, and runs them; needs root and Debian"
@@ -59,15 +59,14 @@ bench: $(EVERYTHING)
 	$(BIN)/python bench/bench.py
 
 # GPU tests and figures run in an environment that exists: torch for CUDA is not ours to install. Its plugins for pytest are
-# not loaded, and its packages' warnings are no errors. compute-sanitizer, which is slow, comes last, in a run of its own.
+# not loaded, and its packages' warnings are no errors.
 GPU_PYTHON ?= $(PYTHON)
 GPU_PYTEST = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(WITH_SRC) $(GPU_PYTHON) -m pytest -m gpu -rs -W default -p no:cacheprovider
 TINY ?=
 WITH_SRC = PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}"
 test-gpu:
 	$(WITH_SRC) $(GPU_PYTHON) scripts/check_gpu.py tests
-	$(GPU_PYTEST) --ignore tests/gpu/test_sanitizer.py tests/gpu; first=$$?; \
-	$(GPU_PYTEST) tests/gpu/test_sanitizer.py || exit $$?; exit $$first
+	$(GPU_PYTEST) tests/gpu
 
 bench-gpu:
 	$(WITH_SRC) $(GPU_PYTHON) scripts/check_gpu.py bench $(if $(TINY),--tiny)

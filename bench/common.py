@@ -68,11 +68,8 @@ class Scale:
     mla_layers: int = 61
     sharded_layers: int = 80
     peak_mib: int = 256
-    peer_device: str = "cuda"
-    """What torch uses in processes beside stores and retrieves; another one than the GPU only to test the benchmark."""
-    peer_width: int = 8192
-    load_bytes: int = 10 * 10**9
-    registrations: int = 100
+    gpu_device: str = "cuda"
+    """The device of torch for the figures of a GPU; another one only to test the benchmark."""
     engine_layers: int = 4
     engine_tokens: int = 8192
     engine_starts: int = 3
@@ -127,10 +124,7 @@ TINY = Scale(
     mla_layers=2,
     sharded_layers=2,
     peak_mib=4,
-    peer_device="cpu",
-    peer_width=64,
-    load_bytes=1 << 20,
-    registrations=3,
+    gpu_device="cpu",
     engine_layers=2,
     engine_tokens=1024,
     engine_starts=1,

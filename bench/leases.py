@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 
 from common import Scale, say
+from kvdepot.devices.cpu import HostTensors
 from report import Figure, at_least
 
 from kvdepot.config import Config
 from kvdepot.core.depot import Depot
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Run
-from kvdepot.devices.cpu import HostTensors
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol import wire

@@ -2,14 +2,12 @@
 
     peers.py echo URL REPLY_BYTES                    a ROUTER that answers every message
     peers.py bare URL REQUEST_BYTES                  a bare DEALER that counts round trips
-    peers.py matmul [DEVICE WIDTH]                   products of large bf16 matrices on the first GPU
-    peers.py decode DEVICE WIDTH                     times the steps of a model that decodes
     peers.py readers PORT PAGES                      open web pages and a scraper; counts answers
     peers.py flood URL KIND                          a client that sends as fast as it can
     peers.py depot URL MODEL BLOCK_SIZE CHUNKS HASHES_HEX    the scheduler adapter; counts lookups, which all hit
 
-They print `"ready"`. Those that count then read durations in seconds, one per line, and answer `[count, seconds]`;
-`decode` runs from one empty line to the next and answers the seconds of each step. They end when stdin closes.
+They print `"ready"`. Those that count then read durations in seconds, one per line, and answer `[count, seconds]`.
+They end when stdin closes.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import selectors
 import socket
 import sys
@@ -83,85 +80,6 @@ def bare(url: str, request_bytes: int) -> None:
         socket.recv()
 
     count(once)
-
-
-def matmul(device: str, width: int) -> None:
-    """Keeps the GPU busy without gaps, because some products are always queued."""
-    import torch
-
-    left, right = (torch.randn(width, width, dtype=torch.bfloat16, device=device) for _ in range(2))
-    out = torch.empty_like(left)
-    ended = [torch.cuda.Event() for _ in range(8)] if device == "cuda" else []
-
-    def once(number: int) -> None:
-        if ended:
-            ended[number % len(ended)].synchronize()
-        torch.mm(left, right, out=out)
-        if ended:
-            ended[number % len(ended)].record()
-
-    count(once)
-
-
-def decode_bytes(width: int) -> int:
-    """Bytes that `decode` takes on the GPU, without its context."""
-    return 2 * (64 * width**2 + 64 * max(1, width // 1024) * (width // 4) * 128)
-
-
-def decode(device: str, width: int) -> None:
-    """The kernels of a decoding step, in one CUDA graph: 32 layers that read their weights and the KV of 32 requests.
-
-    With a width of 8192, a step reads 9 GB, like a model of 4 billion parameters in bf16. As an engine needs a step's
-    tokens for the next one, each step is waited for.
-    """
-    import torch
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, dtype=torch.bfloat16, device=device) / width**0.5
-
-    heads = max(1, width // 1024)
-    query, keys, values = (
-        random(32, heads, 4, 128),
-        random(32, heads, width // 4, 128),
-        random(32, heads, width // 4, 128),
-    )
-    weights = [(random(width // 2, 2 * width), random(2 * width, width // 2)) for _ in range(32)]
-    hidden = random(32, width // 2)
-
-    def step() -> torch.Tensor:
-        state = hidden
-        for up, down in weights:
-            torch.nn.functional.scaled_dot_product_attention(query, keys, values)
-            state = torch.nn.functional.silu(state @ up) @ down
-        return state
-
-    run: Callable[[], object] = step
-    if device == "cuda":
-        aside = torch.cuda.Stream()
-        torch.cuda.synchronize()  # the tensors are there
-        with torch.cuda.stream(aside):  # libraries set themselves up in the first steps, which cannot be captured
-            for _ in range(3):
-                step()
-        aside.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-
-        def run() -> None:
-            graph.replay()
-            torch.cuda.synchronize()
-
-    for _ in range(20):
-        run()
-    answer("ready")
-    while os.read(0, 1):
-        times = []
-        while not times or not select.select([0], [], [], 0)[0]:
-            begun = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - begun)
-        os.read(0, 1)
-        answer(times)
 
 
 def depot(url: str, model: str, block_size: int, chunks: int, hashes: bytes) -> None:
@@ -270,10 +188,6 @@ def main(kind: str, *arguments: str) -> None:
         readers(int(arguments[0]), int(arguments[1]))
     elif kind == "flood":
         flood(*arguments)
-    elif kind == "matmul":
-        matmul(*arguments[:1] or ("cuda",), *map(int, arguments[1:] or ("8192",)))
-    elif kind == "decode":
-        decode(arguments[0], int(arguments[1]))
     else:
         url, model, block_size, chunks, hashes = arguments
         depot(url, model, int(block_size), int(chunks), bytes.fromhex(hashes))

@@ -1,6 +1,6 @@
 """Run the parts of the test suite, and rerun each failed test once, alone.
 
-    python scripts/run_tests.py [unit] [faults] [gpu] [vllm]
+    python scripts/run_tests.py [unit] [faults] [vllm]
 
 A test that passes the second time is flaky: the last lines name it, its first failure stays in the output above, and
 the run succeeds. The run fails if a test fails twice, or by a failure that is not that of a single test: more than
@@ -30,7 +30,6 @@ BY_FILE = ["--dist", "loadfile", "--no-loadscope-reorder"]  # in the order of te
 PARTS = {
     "unit": ["-m", "not vllm and not faults and not gpu", "-n", "2", *BY_FILE, *WITHOUT_VLLM],
     "faults": ["-m", "faults", "-n", "6", *BY_FILE, *WITHOUT_VLLM],  # they wait, mostly
-    "gpu": ["-m", "gpu", "-n", "2", *BY_FILE, "tests/gpu"],
     "vllm": ["-m", "vllm", "-n", "3", *BY_FILE, "tests/vllm", "tests/huggingface"],
 }
 
@@ -44,11 +43,8 @@ class Interpreter(NamedTuple):
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Of torch in a process of tests: several spin for each other on small tensors, beside a part's other processes."""
-WITHIN = {
-    "gpu": Interpreter([sys.executable, "-m", "tests.fakecuda", sys.executable]),
-    "vllm": Interpreter(environ=ONE_THREAD),
-}
-"""Parts that are not run by this Python itself: `make test-gpu` is for real GPUs."""
+WITHIN = {"vllm": Interpreter(environ=ONE_THREAD)}
+"""Parts that are not run by this Python as it is. `make test-gpu` is none of them."""
 MOST = 5
 """Maximum number of tests of a part that are rerun; if more fail, the change under test is broken."""
 

@@ -7,12 +7,9 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-
-from tests.fakecuda.machine import Machine
 
 pytestmark = pytest.mark.faults
 
@@ -41,16 +38,8 @@ def check(environ: dict[str, str], out: Path, *words: str) -> subprocess.Complet
 
 def test_the_tiny_benchmark_reports_every_figure_beside_its_floor(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    done = check({**os.environ, "CUDA_VISIBLE_DEVICES": ""}, out, "--no-vllm")
-    assert "gpu: left out" in done.stderr and len(json.loads(out.read_text())) > 60
-
-
-def test_the_tiny_benchmark_of_gpus_reports_every_figure_beside_its_floor(tmp_path: Path) -> None:
-    out = tmp_path / "bench.json"
-    with closing(Machine()) as machine:
-        check(machine.environment(), out, "--only", "gpu")
-        assert machine.failures() == []
-        assert machine.used_bytes(0) == machine.used_bytes(1) == 0
+    check(dict(os.environ), out, "--no-vllm")
     figures = [row["figure"] for row in json.loads(out.read_text())]
+    assert len(figures) > 60
     for layout in ("Llama-8B", "Llama-70B TP 4", "MLA", "cross-layer"):
-        assert any(figure.endswith(f", {layout}") for figure in figures), layout
+        assert any(figure.startswith("gpu ") and figure.endswith(f", {layout}") for figure in figures), layout

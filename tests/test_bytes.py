@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
 from tests.devices.conformance import any_model, block_order
-from tests.devices.tensors import Bytes, Model
-from tests.devices.test_cpu import TorchWorker
+from tests.devices.tensors import Bytes, Model, Worker
 
 if TYPE_CHECKING:
     from tests.conftest import Depot
@@ -30,7 +29,7 @@ class Memory:
 
     def __init__(self, model: Model, seed: int) -> None:
         self.model = model
-        self._worker = TorchWorker()
+        self._worker = Worker()
         self._worker.make(model)
         self.tensors = {layer.name: tensor for layer, tensor in zip(model.layers, self._worker.tensors, strict=True)}
         self._random = np.random.default_rng(seed)

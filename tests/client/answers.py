@@ -19,19 +19,25 @@ class Answering:
         self.wants_tokens = False
         self.lookup_s = 0.0
         self.hint_limits = (3600, 50)
+        self.arena = "", b""
+        self.is_closed = False
         self.asked: list[wire.Request] = []
-        self._futures: list[MessagingFuture[Any]] = []
+        self._open: list[Callable[[object], None]] = []
 
     def ask(
         self, request: wire.Request, convert: Callable[[object], Any] | None = None, deadline_s: float | None = 30.0
     ) -> MessagingFuture[Any]:
+        future: MessagingFuture[Any] = MessagingFuture(None, convert)
+        self.ask_then(request, future._finish)
+        return future
+
+    def ask_then(self, request: wire.Request, done: Callable[[object], None], deadline_s: float | None = 30.0) -> None:
         self.asked.append(request)
-        self._futures.append(MessagingFuture(None, convert))
-        return self._futures[-1]
+        self._open.append(done)
 
     def answer(self, value: object) -> None:
         """A value, or an error."""
-        self._futures.pop(0)._finish(value)
+        self._open.pop(0)(value)
 
     def is_returning(self) -> bool:
         return False

@@ -17,12 +17,12 @@ from kvdepot.adapters import (
     LoadStoreOp,
     MessageQueueClient,
     RequestType,
-    wrap_kv_caches,
 )
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
 from kvdepot.client.socket import Client
 from kvdepot.client.transfer import Origin, ShardSpec, Transfer
 from kvdepot.client.worker import WorkerClient
+from kvdepot.devices import describe, open_blocks
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import ChunkChain
 from kvdepot.protocol.layout import build_layout
@@ -158,11 +158,11 @@ class NativeEngine:
         self.worker = WorkerClient(Client(depot.url, depot.context), spec, unpins=False, origin=Origin(topic))
         self.scheduler.client.learn_chunk_size(HANG_S)
         self.caches = caches
-        layouts = [
-            build_layout([wrap_kv_caches({f"layer.{group}": cache})[0].view], [0]) for group, cache in enumerate(caches)
-        ]
+        layouts = [build_layout([describe(cache, f"layer.{group}")], [0]) for group, cache in enumerate(caches)]
         try:
-            self.worker.register(layouts)
+            self.worker.register(
+                layouts, [open_blocks(layout, [cache]) for layout, cache in zip(layouts, caches, strict=True)]
+            )
         except KVDepotError:
             self.close()
             raise

@@ -17,11 +17,8 @@ import zmq
 
 from kvdepot.adapters import IPCCacheEngineKey, KVCacheHandle, MessageQueueClient
 from kvdepot.client.contract import PromptChains, RequestType
-from kvdepot.client.device_events import EventQueue
-from kvdepot.errors import Unavailable
 from kvdepot.keys import ROOT, ChunkChain
 from kvdepot.protocol import wire
-from tests.client.engine import Later
 from tests.conftest import HANG_S, Depot
 
 CHUNK = 256
@@ -119,24 +116,6 @@ def test_threads_that_share_a_client_get_back_the_bytes_of_their_own_prompts(cli
                 assert torch.equal(cache[ids], right[ids]), "the bytes of another prompt"
 
     on_threads(work)
-
-
-def test_what_is_put_while_the_queue_is_stopped_ends_once_and_one_thread_sees_to_it() -> None:
-    for turn in range(150):
-        queue = EventQueue(f"of-turn-{turn}")
-        ends: list[Any] = []
-        threads: set[int] = set()
-
-        def work(number: int, queue: EventQueue = queue, ends: list[Any] = ends, threads: set[int] = threads) -> None:
-            if number < 2:
-                queue.stop()
-            else:
-                queue.put(Later(), lambda: ends.append("went"), ends.append)
-                threads.update(thread.ident or 0 for thread in threading.enumerate() if thread.name == queue._name)
-
-        on_threads(work, 6)
-        assert [type(end) for end in ends] == [Unavailable] * 4, f"turn {turn}"
-        assert len(threads) <= 1
 
 
 def test_clients_of_one_context_are_made_and_closed_by_many_threads_at_once() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import signal
-import threading
 import uuid
 from array import array
 from collections.abc import Callable, Iterator
@@ -35,9 +35,9 @@ from kvdepot.adapters import (
 )
 from kvdepot.client import lmcache
 from kvdepot.client import socket as client_socket
-from kvdepot.client.contract import pack_block_ids
 from kvdepot.client.scheduler import Cached, Unanswered
-from kvdepot.client.transfer import Operation
+from kvdepot.client.transfer import Operation, pack_block_ids
+from kvdepot.devices.host import HostBlocks
 from kvdepot.keys import ROOT, ChunkChain
 from kvdepot.protocol.endpoints import Claim
 from tests.client.engine import BLOCK, CHUNK, PER_CHUNK, Engine, Later, MakeEngine, make_caches, read_blocks
@@ -508,7 +508,49 @@ def test_a_handle_of_an_event_waits_for_nothing_where_tensors_are_on_the_process
     assert ask(client, RequestType.STORE, [key], 1, [0, 1, 2, 3], b"\7" * 64) is True
     assert ask(client, RequestType.RETRIEVE, [key], 1, [4, 5, 6, 7], b"\7" * 64) == [True]
     assert read_blocks(caches, [4, 5, 6, 7]) == read_blocks(caches, [0, 1, 2, 3])
-    assert not [thread for thread in threading.enumerate() if thread.name == "kvdepot-device-work"]
+
+
+def test_a_handle_refers_to_its_tensor_and_cannot_leave_the_process() -> None:
+    caches = make_caches()
+    handles = wrap_kv_caches(caches)
+    assert [handle.tensor for handle in handles] == list(caches.values())
+    with pytest.raises(errors.BadRequest, match=r"layer\.0 cannot leave its process"):
+        pickle.dumps(handles[0])
+
+
+def test_unregistering_waits_for_copies_and_then_touches_no_block(client: MessageQueueClient) -> None:
+    model, tokens, caches = unique("model"), tuple(prompt(CHUNK)), make_caches()
+    ask(client, RequestType.REGISTER_KV_CACHE, 1, wrap_kv_caches(caches))
+    key = IPCCacheEngineKey(model, 1, 0, tokens, 0, CHUNK)
+    stored = send_lmcache_request(client, RequestType.STORE, [[key], 1, [0, 1, 2, 3], b""])
+    ask(client, RequestType.UNREGISTER_KV_CACHE, 1)
+    assert stored.query() and stored.result() is True
+    assert ask(client, RequestType.LOOKUP, [key.no_worker_id_version()]) == 1
+
+
+@pytest.mark.parametrize("by_handles", [True, False])
+def test_a_device_that_fails_the_self_test_leaves_the_engine_without_a_cache(
+    depot: Depot, client: MessageQueueClient, by_handles: bool, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def copies_nothing(*args: object) -> None:
+        pass
+
+    monkeypatch.setattr(HostBlocks, "move", copies_nothing)
+    model, tokens = unique("model"), prompt(CHUNK)
+    if by_handles:
+        ask(client, RequestType.REGISTER_KV_CACHE, 1, wrap_kv_caches(make_caches()))
+        key = IPCCacheEngineKey(model, 1, 0, tuple(tokens), 0, CHUNK)
+        with pytest.raises(errors.KVDepotError):
+            ask(client, RequestType.STORE, [key], 1, [0, 1, 2, 3], b"")
+    else:
+        worker = LMCacheMPWorkerAdapter(depot.url, depot.context, model, 1, 0, BLOCK)
+        worker.register_kv_caches(make_caches())
+        worker.submit_store_request("s", LoadStoreOp([0, 1, 2, 3], token_ids=tokens), None)
+        assert eventually(lambda: worker.get_finished({"s"})[0]) == {"s"}
+        assert worker.counters["stores_dropped"] == 1
+        worker.shutdown()
+    assert "runs without a cache" in caplog.text
 
 
 # -- what failed is said

@@ -48,6 +48,40 @@ def test_who_waits_for_a_connection_says_hello_as_soon_as_there_is_one(
         asking.close()
 
 
+def test_a_thread_that_waits_is_woken_by_a_descriptor_of_its_own_and_by_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (connection, client):
+        monkeypatch.setattr(module, "CHECK_S", 60.0)
+    url, wake = f"ipc://{tmp_path}/s", os.eventfd(0)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        server.bind(url)
+        asking = client.Client(url, context)
+        looks: list[int] = []
+
+        def is_woken() -> bool:
+            with contextlib.suppress(BlockingIOError):
+                looks.append(os.eventfd_read(wake))
+            return len(looks) == 2
+
+        os.set_blocking(wake, False)
+        future = asking.ask(wire.ChunkSize())
+        waiting = threading.Thread(target=lambda: asking.wait(is_woken, HANG_S, wake) and asking.wait(future.query, 30))
+        waiting.start()
+        for number in (1, 2):
+            os.eventfd_write(wake, number)
+            eventually(lambda number=number: len(looks) == number)
+        assert looks == [1, 2]
+        assert server.poll(10_000)
+        identity, hello = server.recv_multipart()
+        refusal = wire.encode_failure(wire.number_of(hello), b"bootboot", VersionMismatch("another"))
+        server.send_multipart((identity, refusal))
+        waiting.join(HANG_S)
+        assert not waiting.is_alive() and future.query()
+        asking.close()
+    os.close(wake)
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("is_store", [True, False], ids=["store", "retrieve"])
 def test_a_copy_sent_to_a_stopped_server_does_not_end_before_the_server_answers(
@@ -68,7 +102,7 @@ def test_a_copy_sent_to_a_stopped_server_does_not_end_before_the_server_answers(
     futures = worker.store_futures if is_store else worker.retrieve_futures
     (transfer,) = futures["r"]
     # Long enough for several suspicions and hellos that nobody answers.
-    assert not worker.mq_client.wait(transfer.done, 1.0), "given back while the sleeping server may still copy"
+    assert not worker.mq_client.wait(transfer.done, 1.0), "nobody would complete what the server is about to place"
     os.kill(depot.process.pid, signal.SIGCONT)
     eventually(transfer.done)
     stored, loaded = worker.get_finished({"r"})

@@ -1,20 +1,24 @@
-"""The worker's client: messages and outcomes of stores and retrieves, without a server. With one: test_contract.py and
-test_groups.py."""
+"""The worker's client: messages and outcomes of stores and retrieves, without a server. With one: test_lane.py,
+test_contract.py and test_groups.py."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvdepot.client.lane import Lane
 from kvdepot.client.transfer import GroupSpec, Operation, ShardSpec, Transfer, pack_block_ids
-from kvdepot.client.worker import Ended, WorkerClient
-from kvdepot.errors import BadRequest, Unavailable
+from kvdepot.client.worker import CompareTerms, Ended, WorkerClient
+from kvdepot.devices.host import HostBlocks
+from kvdepot.errors import BadRequest, DeadlineExceeded, Unavailable
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.layout import Layout, Mapping, Segment
 from tests.client.answers import Answering
+from tests.client.engine import Later
 
 CHUNK = 256
 SPEC = ShardSpec("model", 2, 1, CHUNK, 2, (GroupSpec(0, 2), GroupSpec(3, 4)))
@@ -31,17 +35,34 @@ def transfer(request_id: str, blocks: list[int], group: int = 0, skip_blocks: in
     return Transfer(request_id, b"p" * 32, 0, hashes, pack_block_ids(blocks), skip_blocks, group=group)
 
 
+class Worker(WorkerClient):
+    """Its lane has no thread: it takes its turns when outcomes are asked for."""
+
+    def __init__(self, peer: Any) -> None:
+        super().__init__(peer, SPEC, unpins=False)
+        self._lane = Lane(peer, "")
+        for group, layout in enumerate(LAYOUTS):
+            memory = np.zeros(layout.mappings[0].size, np.uint8)
+            self._lane.add(self.instance_id + group, HostBlocks(layout, {layout.mappings[0].name: memory}))
+
+    def poll(self, ended: set[str]) -> Ended:
+        self.lane.turn()
+        return super().poll(ended)
+
+
 @pytest.fixture
 def worker(peer: Any) -> WorkerClient:
-    return WorkerClient(peer, SPEC, unpins=False)
+    return Worker(peer)
 
 
 def test_each_group_is_registered_under_its_own_number_beside_all_groups() -> None:
     groups = [wire.Group(0, 2, 200, bytes(32)), wire.Group(3, 4, 120, b"\1" * 32)]
-    assert SPEC.register(7, LAYOUTS) == [
-        wire.Register(7, LAYOUTS[0], "model", 2, 1, 2, CHUNK, 0, groups),
-        wire.Register(8, LAYOUTS[1], "model", 2, 1, 4, CHUNK, 1, groups),
+    formats = [layout.format for layout in LAYOUTS]
+    assert SPEC.register(7, formats) == [
+        wire.Register(7, formats[0], "model", 2, 1, 2, CHUNK, 0, groups),
+        wire.Register(8, formats[1], "model", 2, 1, 4, CHUNK, 1, groups),
     ]
+    assert [each.fault for each in SPEC.register(7, formats, fault="a broken GPU")] == ["a broken GPU"] * 2
     assert [SPEC.blocks_of(group) for group in range(2)] == [2, 4]
     assert replace(SPEC, groups=()).blocks_of(0) == 2
 
@@ -49,10 +70,10 @@ def test_each_group_is_registered_under_its_own_number_beside_all_groups() -> No
 @pytest.mark.parametrize("layouts", [[], LAYOUTS[:1], [*LAYOUTS, LAYOUTS[0]]])
 def test_another_number_of_layouts_than_of_groups_is_refused(layouts: list[Layout]) -> None:
     with pytest.raises(BadRequest, match=f"{len(layouts)} layouts for 2 KV cache groups"):
-        SPEC.register(7, layouts)
+        SPEC.register(7, [layout.format for layout in layouts])
 
 
-def test_a_store_is_one_message_a_group_all_of_one_ticket(worker: WorkerClient, peer: Answering) -> None:
+def test_a_store_is_one_message_a_group_with_blocks(worker: WorkerClient, peer: Answering) -> None:
     full, window = transfer("a", [1, 2, 3, 4]), transfer("a", [5, 6, 7, 8], group=1)
     other = transfer("b", [9, 10])
     worker.submit_store(["a", "b"], [window, full, other], None)
@@ -60,10 +81,9 @@ def test_a_store_is_one_message_a_group_all_of_one_ticket(worker: WorkerClient, 
     assert isinstance(first, wire.Store) and isinstance(second, wire.Store)
     assert (first.instance, second.instance) == (worker.instance_id, worker.instance_id + 1)
     assert first.shards == SPEC.shards([full, other]) and second.shards == SPEC.shards([window])
-    assert first.ticket == second.ticket
     worker.submit_store(["c"], [transfer("c", [1, 2, 3, 4], group=1)], None)
     (third,) = peer.asked[2:]
-    assert isinstance(third, wire.Store) and third.ticket > first.ticket, "nothing is sent for a group without blocks"
+    assert isinstance(third, wire.Store) and third.instance == second.instance
 
 
 @pytest.mark.parametrize("answers", [[False, True], [True, Unavailable("gone")]])
@@ -147,12 +167,36 @@ def test_what_is_no_event_is_refused_and_leaves_nothing_under_way(worker: Worker
     assert not worker.stores
 
 
-def test_stores_that_are_given_up_are_fenced_off_with_all_before_them(worker: WorkerClient, peer: Answering) -> None:
+def test_stores_and_comparisons_of_requests_are_given_up_and_others_go_on(
+    worker: WorkerClient, peer: Answering
+) -> None:
+    event = Later()
     for request_id in ("a", "b"):
-        worker.submit_store([request_id], [transfer(request_id, [1, 2])], None)
+        worker.submit_store([request_id], [transfer(request_id, [1, 2])], event)
+    compared = worker.submit_compare([transfer("a", [3, 4])], None, CompareTerms(0.5))
     worker.give_up_stores({"unknown"}, 0.0)
-    assert peer.liveness.fence == 0
+    assert worker.counters["stores_given_up"] == 0
     worker.give_up_stores({"a"}, 0.0)
-    last = peer.asked[-1]
-    assert isinstance(last, wire.Store) and peer.liveness.fence == last.ticket
-    assert worker.counters["stores_given_up"] == 1
+    assert worker.counters["stores_given_up"] == 2
+    assert compared.done() and "given up" in str(compared.outcome())
+    assert worker.poll({"a", "b"}) == Ended({"a"}, set())
+    event.there = True
+    peer.answer([1, 0.0, 0, []])  # of the comparison
+    worker.poll(set())
+    assert [type(each) for each in peer.asked] == [wire.Compare, wire.Store]
+    peer.answer(True)
+    assert worker.poll(set()).stored == {"b"}
+
+
+def test_a_worker_that_withdraws_its_tensors_ends_what_is_under_way(worker: WorkerClient, peer: Answering) -> None:
+    worker.layouts = LAYOUTS
+    before, event = worker.instance_id, Later()
+    worker.submit_store(["a"], [transfer("a", [1, 2])], event)
+    worker.submit_retrieve(["b"], [transfer("b", [3, 4])], event)
+    with pytest.raises(DeadlineExceeded):  # nobody answers
+        worker.unregister(0.0)
+    assert peer.asked == [wire.Unregister(before), wire.Unregister(before + 1)]
+    worker.submit_store(["c"], [transfer("c", [1, 2])], None)
+    event.there = True
+    assert worker.poll({"a", "c"}) == Ended({"a", "c"}, {"b"})
+    assert worker.take_failed_blocks() == {3, 4} and len(peer.asked) == 2

@@ -1,34 +1,32 @@
-"""The conformance suite of devices: what every `kvdepot.memory.copier.Mapped` must do.
+"""The conformance suite of devices: what every `kvdepot.devices.BlockMemory` must do.
 
-A subclass provides the class-wide fixtures `worker` (owns tensors, see tensors.py) and `devices` (the server's end),
-and `footprint`, which must not grow. Random bytes are compared one by one, including all those around the copies.
+A subclass says on which device its tensors are, and opens them. Random bytes are compared one by one, including all
+those around the copies, with an oracle that indexes the tensors' elements (tensors.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
+import mmap
 import random
+import threading
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 
-from kvdepot.devices import Devices
+from kvdepot.devices import BlockMemory, open_blocks
+from kvdepot.devices.blocks import CopyPiece
 from kvdepot.memory.allocator import PAGE, Allocator, Extents
 from kvdepot.memory.arena import Arena
-from kvdepot.memory.comparison import compare
-from kvdepot.memory.copier import Copier, Copy, CopyPiece, Mapped, checksums, copy
 from kvdepot.protocol.layout import Layout, build_layout
-from tests.devices.footprints import assert_settles, descriptors_and_maps
+from tests.conftest import HANG_S
 from tests.devices.tensors import DTYPES, KINDS, Bytes, Model, Worker
 
 ARENA_PAGES = 96
-TIMEOUT_S = 120.0
-ROUNDS = 100
-EXAMPLES = 15
+EXAMPLES = 40
 
 
 @contextlib.contextmanager
@@ -39,6 +37,13 @@ def arena_of(pages: int = ARENA_PAGES) -> Iterator[Arena]:
         yield arena
     finally:
         arena.close()
+
+
+class Memory:
+    """An arena's bytes, without its file."""
+
+    def __init__(self, pages: int = ARENA_PAGES) -> None:
+        self.bytes: Bytes = np.frombuffer(mmap.mmap(-1, pages * PAGE), np.uint8)
 
 
 try:
@@ -77,9 +82,9 @@ def block_order(draw: random.Random, nb: int, count: int) -> list[int]:
     return ids[cut:] + ids[:cut]
 
 
-def fragmented(arena: Arena, draw: random.Random) -> Allocator:
+def fragmented(draw: random.Random, start: int = 0, end: int = ARENA_PAGES * PAGE) -> Allocator:
     """The free extents of a fragmented arena: one to three pages, never adjacent."""
-    allocator = Allocator(arena.header.chunks_start, arena.size)
+    allocator = Allocator(start, end)
     pages = sorted(extents[0] for _ in range(allocator.capacity // PAGE) if (extents := allocator.allocate(PAGE)))
     while pages:
         run = 1 + draw.randrange(3)
@@ -88,13 +93,13 @@ def fragmented(arena: Arena, draw: random.Random) -> Allocator:
     return allocator
 
 
-def chunk_bytes(layout: Layout, memory: dict[str, Bytes], ids: list[int]) -> bytes:
+def chunk_bytes(layout: Layout, memory: dict[str, Bytes], ids: list[int]) -> Bytes:
     """A chunk's bytes in the arena according to protocol/layout.py. memory: the mappings' bytes."""
     parts = []
     for segment in layout.segments:
         base = memory[layout.mappings[segment.mapping].name]
-        parts += [base[segment.offset + block * segment.stride :][: segment.size].tobytes() for block in ids]
-    return b"".join(parts)
+        parts += [base[segment.offset + block * segment.stride :][: segment.size] for block in ids]
+    return np.concatenate(parts)
 
 
 def places(extents: Extents, size: int) -> list[int]:
@@ -109,239 +114,179 @@ def differing(found: Bytes, expected: Bytes) -> str:
 
 
 class Case:
-    """One worker's tensors, mapped by the server, and the truth about their bytes."""
+    """One worker's tensors, opened for copies, and the truth about their bytes."""
 
-    def __init__(self, worker: Worker, devices: Devices, arena: Arena, model: Model, seed: int) -> None:
-        self.worker, self.arena, self.model = worker, arena, model
-        self.draw = np.random.default_rng(seed)
+    def __init__(self, worker: Worker, model: Model, open_model: Callable[[Layout, Worker], BlockMemory]) -> None:
+        self.worker, self.model, self.arena = worker, model, Memory()
+        self._draw = np.random.default_rng(1)
         self.views = worker.make(model)
         self.layout = build_layout(self.views, model.axes)
-        self.mapped: Mapped = devices.map(self.layout)
+        self.blocks = open_model(self.layout, worker)
         self.truth: list[Bytes] = []
         self.fill()
 
     def fill(self) -> None:
         """New bytes everywhere, also between the tensors' elements."""
-        self.truth = [self.draw.integers(0, 256, size, np.uint8) for size in self.model.sizes]
+        self.truth = [self._draw.integers(0, 256, size, np.uint8) for size in self.model.sizes]
         self.worker.write(self.truth)
 
     def fill_arena(self) -> Bytes:
-        """New bytes behind the arena's records; all of it."""
-        start = self.arena.header.chunks_start
-        self.arena.bytes[start:] = self.draw.integers(0, 256, self.arena.size - start, np.uint8)
+        """New bytes in the arena; a copy of them."""
+        self.arena.bytes[:] = self._draw.integers(0, 256, len(self.arena.bytes), np.uint8)
         return self.arena.bytes.copy()
-
-    def move(self, pieces: list[CopyPiece], is_store: bool) -> None:
-        """As a copy thread does it."""
-        assert copy(self.arena, Copy(None, is_store, self.mapped, pieces))
 
     def chunk(self, ids: list[int]) -> Bytes:
         """The bytes of a chunk of these blocks, by the truth."""
-        memory: dict[str, Bytes] = {}
-        for view, layer in zip(self.views, self.model.layers, strict=True):
-            known = memory.setdefault(view.mapping, np.zeros(view.mapping_bytes, np.uint8))
-            start = view.offset - layer.offset  # of the storage in its mapping
-            known[start : start + self.model.sizes[layer.storage]] = self.truth[layer.storage]
-        return np.frombuffer(chunk_bytes(self.layout, memory, ids), np.uint8)
+        memory = {
+            view.mapping: self.truth[layer.storage]
+            for view, layer in zip(self.views, self.model.layers, strict=True)
+        }  # fmt: skip
+        return chunk_bytes(self.layout, memory, ids)
 
     def assert_tensors_are(self, expected: list[Bytes], what: str) -> None:
         for found, wanted in zip(self.worker.read(), expected, strict=True):
             assert np.array_equal(found, wanted), f"{what}: {differing(found, wanted)}"
 
     def there_and_back(
-        self, source: list[list[int]], target: list[list[int]], extents: list[Extents], skip: int
+        self, source: list[list[int]], target: list[list[int]], extents: list[Extents], skips: list[int]
     ) -> None:
-        """Store chunks, see them in the arena, and bring them back into other blocks; nothing else may change."""
+        """Store chunks, see them in the arena, and bring them back into other blocks, by both roads; nothing else may
+        change."""
         arena = self.fill_arena()
-        self.move([CopyPiece(e, np.array(ids, np.intp)) for e, ids in zip(extents, source, strict=True)], True)
+        self.blocks.move(
+            self.arena, [CopyPiece(e, np.array(ids, np.intp)) for e, ids in zip(extents, source, strict=True)], True
+        )
         self.assert_tensors_are(self.truth, "a store only reads")
         for where, ids in zip(extents, source, strict=True):
             chunk = self.chunk(ids)
             arena[places(where, len(chunk))] = chunk
         assert np.array_equal(self.arena.bytes, arena), f"a store: {differing(self.arena.bytes, arena)}"
         stored = self.truth
-        self.fill()
-        expected = [storage.copy() for storage in self.truth]
-        skips = [skip, *[0] * len(target)][: len(target)]  # there may be none: an arena without room for one
-        for old, new, first in zip(source, target, skips, strict=True):
-            self.model.move(stored, expected, dict(list(zip(old, new, strict=True))[first:]))
-        pieces = zip(extents, target, skips, strict=True)
-        self.move([CopyPiece(e, np.array(ids, np.intp), first) for e, ids, first in pieces], False)
-        self.assert_tensors_are(expected, "a retrieve writes what it was asked for")
-        assert np.array_equal(self.arena.bytes, arena), "a retrieve only reads the arena"
-        self.truth = expected
+        pieces = [
+            CopyPiece(e, np.array(ids, np.intp), skip) for e, ids, skip in zip(extents, target, skips, strict=True)
+        ]
+        for what in ("a load", "a load within a step"):
+            self.fill()
+            expected = [storage.copy() for storage in self.truth]
+            for old, new, skip in zip(source, target, skips, strict=True):
+                self.model.move(stored, expected, dict(list(zip(old, new, strict=True))[skip:]))
+            if what == "a load":
+                self.blocks.move(self.arena, pieces, False)
+            else:
+                self.blocks.load_in_step(self.arena, pieces)
+            self.assert_tensors_are(expected, what)
+            assert np.array_equal(self.arena.bytes, arena), f"{what} only reads the arena"
 
-    def close(self) -> None:
-        self.mapped.close()
 
-
-class DeviceConformance:
+class BlocksConformance:
     """The suite."""
 
-    slack: ClassVar[dict[str, int]] = {}
-    """By how much a number of the footprint may grow in a series of registrations."""
+    device = "cpu"
 
-    def footprint(self) -> dict[str, Any]:
-        """What must be the same after registering and unregistering, in this process."""
-        return descriptors_and_maps()
+    def open(self, layout: Layout, worker: Worker) -> BlockMemory:
+        return open_blocks(layout, worker.tensors)
+
+    def prepare(self, case: Case) -> None:
+        """What is done before each case."""
+
+    @contextlib.contextmanager
+    def case(self, model: Model) -> Iterator[Case]:
+        made = Case(Worker(self.device), model, self.open)
+        try:
+            self.prepare(made)
+            yield made
+        finally:
+            made.blocks.close()
 
     @pytest.fixture
     def draw(self, request: pytest.FixtureRequest) -> random.Random:
         return random.Random(request.param)
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def arena(cls) -> Iterator[Arena]:
-        with arena_of() as arena:
-            yield arena
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def devices(cls, arena: Arena) -> Iterator[Devices]:
-        made = Devices(arena, 64 << 20)
-        yield made
-        made.close()
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def worker(cls) -> Iterator[Worker]:
-        raise NotImplementedError
-
-    @contextlib.contextmanager
-    def case(self, worker: Worker, devices: Devices, arena: Arena, model: Model, seed: int = 1) -> Iterator[Case]:
-        made = Case(worker, devices, arena, model, seed)
-        try:
-            yield made
-        finally:
-            made.close()
-
+    @pytest.mark.parametrize("dtype", sorted(DTYPES))
     @pytest.mark.parametrize("kind", KINDS)
-    def test_every_kind_of_layout_comes_back_byte_for_byte(
-        self, worker: Worker, devices: Devices, arena: Arena, kind: str
-    ) -> None:
-        draw = random.Random(kind)
-        for rows, heads, dim, dtype in ((3, 2, 5, "bfloat16"), (2, 3, 256, "float8_e4m3fn"), (16, 2, 64, "float16")):
-            model = Model().add(kind, 9, rows, heads, dim, dtype)
-            with self.case(worker, devices, arena, model) as case:
-                source, target = draw.sample(range(9), 4), draw.sample(range(9), 4)
-                extents = fragmented(arena, draw).allocate(4 * case.layout.block_bytes)
+    def test_every_kind_of_layout_comes_back_byte_for_byte(self, kind: str, dtype: str) -> None:
+        draw = random.Random(kind + dtype)
+        for nb, rows, heads, dim in ((9, 3, 2, 5), (9, 2, 3, 256), (9, 16, 2, 64), (1, 2, 2, 8)):
+            count = min(4, nb)
+            with self.case(Model().add(kind, nb, rows, heads, dim, dtype)) as case:
+                source, target = draw.sample(range(nb), count), draw.sample(range(nb), count)
+                extents = fragmented(draw).allocate(count * case.layout.block_bytes)
                 assert extents is not None
-                case.there_and_back([source], [target], [extents], 0)
+                case.there_and_back([source], [target], [extents], [0])
 
     @any_draw
-    def test_any_model_any_blocks_and_any_extents(
-        self, worker: Worker, devices: Devices, arena: Arena, draw: random.Random
-    ) -> None:
-        chunks, count = draw.randint(1, 3), draw.randint(1, 4)
+    def test_any_model_any_blocks_any_extents_and_any_skips(self, draw: random.Random) -> None:
+        chunks, count = draw.randint(1, 4), draw.randint(1, 5)
         nb = chunks * count + draw.randint(0, 3)
-        model = any_model(draw, nb)
-        seed = draw.randint(0, 99)
-        with self.case(worker, devices, arena, model, seed) as case:
-            allocator = fragmented(arena, random.Random(seed))
+        with self.case(any_model(draw, nb)) as case:
+            allocator = fragmented(draw) if draw.randint(0, 1) else Allocator(0, ARENA_PAGES * PAGE)
             extents = [allocator.allocate(count * case.layout.block_bytes) for _ in range(chunks)]
             there = [where for where in extents if where is not None]
             size = count * len(there)
             source, target = block_order(draw, nb, size), block_order(draw, nb, size)
-            skip = draw.randint(0, count - 1)
+            skips = [draw.choice([0, draw.randint(0, count)]) for _ in there]
             cut = [slice(i, i + count) for i in range(0, size, count)]
-            case.there_and_back([source[c] for c in cut], [target[c] for c in cut], there, skip)
+            case.there_and_back([source[c] for c in cut], [target[c] for c in cut], there, skips)
 
-    def test_a_chunk_of_the_whole_arena_goes_across_all_of_its_pieces(
-        self, worker: Worker, devices: Devices, arena: Arena
-    ) -> None:
-        model = Model().add("keys and values apart", 12, 8, 2, 512, "bfloat16")  # 16 KiB a run
-        with self.case(worker, devices, arena, model) as case:
-            allocator = Allocator(arena.header.chunks_start, arena.size)
-            extents = allocator.allocate(11 * case.layout.block_bytes)
+    def test_chunks_of_different_numbers_of_blocks_are_copied_together(self) -> None:
+        with self.case(Model().add("keys and values apart", 12, 4, 2, 64, "bfloat16")) as case:
+            allocator = fragmented(random.Random(5))
+            source, target = [[3], [0, 5], [9, 1], [7, 2, 4]], [[1], [2, 3], [10, 11], [6, 5, 4]]
+            extents = [allocator.allocate(len(ids) * case.layout.block_bytes) for ids in source]
+            case.there_and_back(source, target, [each for each in extents if each], [0, 1, 0, 2])
+
+    def test_a_chunk_of_the_whole_arena_comes_back(self) -> None:
+        with self.case(Model().add("keys and values apart", 12, 8, 2, 512, "bfloat16")) as case:  # 16 KiB a run
+            extents = Allocator(0, ARENA_PAGES * PAGE).allocate(11 * case.layout.block_bytes)
             assert extents is not None and len(extents) == 1
             order = random.Random(2).sample(range(12), 11)
-            case.there_and_back([order], [list(reversed(order))], [extents], 3)
+            case.there_and_back([order], [list(reversed(order))], [extents], [3])
 
-    def test_blocks_are_compared_with_a_chunk_that_stays(self, worker: Worker, devices: Devices, arena: Arena) -> None:
-        model = Model().add("keys and values apart", 12, 8, 2, 64, "bfloat16").add("mla", 12, 4, 1, 24, "float32")
-        with self.case(worker, devices, arena, model) as case:
-            extents = fragmented(arena, random.Random(4)).allocate(5 * case.layout.block_bytes)
-            assert extents is not None
-            piece = CopyPiece(extents, np.array([7, 2, 3, 11, 0], np.intp))
-            case.move([piece], True)
-            before = arena.bytes.copy()
-            assert compare(arena, Copy(None, True, case.mapped, [piece])) == [[0.0]]
-            case.fill()
-            found = compare(arena, Copy(None, True, case.mapped, [piece]))
-            assert found is not None and max(found[0]) > 0.0
-            assert np.array_equal(arena.bytes, before), "comparing only reads"
+    def test_nothing_to_copy_copies_nothing(self) -> None:
+        with self.case(Model().add("mla", 4, 2, 1, 8, "bfloat16")) as case:
+            case.there_and_back([], [], [], [])
+            case.there_and_back([[1, 2]], [[0, 3]], [((0, PAGE),)], [2])
 
-    def test_nothing_to_copy_copies_nothing(self, worker: Worker, devices: Devices, arena: Arena) -> None:
-        with self.case(worker, devices, arena, Model().add("mla", 4, 2, 1, 8, "bfloat16")) as case:
-            case.there_and_back([], [], [], 0)
-            before = case.fill_arena()
-            case.move([], True)
-            start = arena.header.chunks_start
-            case.move([CopyPiece(((start, PAGE),), np.array([1, 2], np.intp), 2)], False)
-            case.assert_tensors_are(case.truth, "all blocks were skipped")
-            assert np.array_equal(arena.bytes, before)
+    def test_memory_that_cannot_be_written_can_be_loaded_from(self) -> None:
+        with self.case(Model().add("mla", 4, 2, 1, 8, "bfloat16")) as case:
+            case.blocks.move(case.arena, [CopyPiece(((0, PAGE),), np.array([1, 2]))], True)
+            case.arena.bytes.flags.writeable = False
+            case.blocks.move(case.arena, [CopyPiece(((0, PAGE),), np.array([3, 0]))], False)
+            for layer in case.worker.tensors:
+                assert torch.equal(layer[[1, 2]].view(torch.uint8), layer[[3, 0]].view(torch.uint8))
 
-    def test_stores_and_retrieves_at_once_do_not_meet(self, worker: Worker, devices: Devices, arena: Arena) -> None:
-        """Each chunk has blocks and an extent of its own, and goes out and back several times."""
-        chunks, count, rounds = 8, 3, 4
-        model = Model().add("heads before rows", chunks * count, 4, 2, 64, "float16")
-        model.add("keys and values apart", chunks * count, 4, 2, 24, "float32")
-        outcomes: queue.Queue[tuple[Any, Any]] = queue.Queue()
-        copier = Copier(arena, 2, lambda token, outcome: outcomes.put((token, outcome)))
-        with self.case(worker, devices, arena, model) as case, contextlib.ExitStack() as end:
-            end.callback(copier.stop)
-            allocator = fragmented(arena, random.Random(3))
-            extents = [allocator.allocate(count * case.layout.block_bytes) for _ in range(chunks)]
-            before = case.fill_arena()
-            pieces = [
-                CopyPiece(where, np.arange(i * count, (i + 1) * count)) for i, where in enumerate(extents) if where
-            ]
-            assert len(pieces) == chunks
-            for i, piece in enumerate(pieces):
-                copier.submit(Copy((i, 0), True, case.mapped, [piece]))
-            ended = 0
-            while ended < chunks:
-                (i, done), outcome = outcomes.get(timeout=TIMEOUT_S)
-                assert outcome == [0], f"copy {done} of chunk {i} failed"
-                if done + 1 < 2 * rounds:  # out, back, out, ...: some go one way while others go the other
-                    copier.submit(Copy((i, done + 1), bool(done % 2), case.mapped, [pieces[i]]))
-                else:
-                    ended += 1
-            case.assert_tensors_are(case.truth, "what went out and came back")
-            for i, piece in enumerate(pieces):
-                chunk = case.chunk(list(range(i * count, (i + 1) * count)))
-                before[places(piece.extents, len(chunk))] = chunk
-            assert np.array_equal(arena.bytes, before), differing(arena.bytes, before)
+    def test_rows_are_those_that_the_tensors_index(self) -> None:
+        with self.case(Model().add("blocks first", 5, 2, 3, 8, "float16")) as case:
+            (segment,), (tensor,) = case.layout.segments, case.worker.tensors
+            wanted = tensor[3].contiguous().view(torch.uint8).flatten().cpu().numpy()
+            assert np.array_equal(case.blocks.read(segment, 3), wanted)
+            case.blocks.write(segment, 1, wanted)
+            assert torch.equal(tensor[1].view(torch.uint8), tensor[3].view(torch.uint8))
 
-    def test_sums_are_those_of_the_bytes_that_arrived(self, worker: Worker, devices: Devices, arena: Arena) -> None:
-        pytest.importorskip("xxhash", reason="checksums need xxhash")
-        with self.case(worker, devices, arena, Model().add("mla", 4, 2, 1, 512, "bfloat16")) as case:
-            extents = ((arena.header.chunks_start, 2 * PAGE),)
-            sums = []
-            for is_store, ids in ((True, [1, 3]), (False, [0, 2]), (True, [0, 2])):
-                task = Copy(None, is_store, case.mapped, [CopyPiece(extents, np.array(ids), summed=True)])
-                assert copy(arena, task)
-                sums.append(checksums(arena, task))
-            assert sums[0] == sums[1] == sums[2] != [0]
+    def test_a_load_within_a_step_may_run_beside_a_store(self) -> None:
+        """Each has blocks and extents of its own."""
+        with self.case(Model().add("keys and values apart", 24, 4, 2, 64, "float16")) as case:
+            size = 8 * case.layout.block_bytes
+            one, two = ((0, size),), ((size, size),)
+            low, high = np.arange(8), np.arange(8, 16)
+            case.blocks.move(case.arena, [CopyPiece(two, high)], True)
+            before = case.arena.bytes[size : 2 * size].copy()
+            thread = threading.Thread(target=case.blocks.move, args=(case.arena, [CopyPiece(one, low)] * 50, True))
+            thread.start()
+            for _ in range(50):
+                case.blocks.load_in_step(case.arena, [CopyPiece(two, high + 8)])
+            thread.join(HANG_S)
+            assert not thread.is_alive()
+            expected = [storage.copy() for storage in case.truth]
+            case.model.move(case.truth, expected, {int(block): int(block) + 8 for block in high})
+            case.assert_tensors_are(expected, "loads beside a store")
+            assert np.array_equal(case.arena.bytes[:size], case.chunk(low.tolist()))
+            assert np.array_equal(case.arena.bytes[size : 2 * size], before)
 
-    def test_registering_and_unregistering_leaves_nothing(self, worker: Worker, devices: Devices, arena: Arena) -> None:
-        model = Model().add("keys and values apart", 4, 2, 2, 8, "bfloat16").add("mla", 4, 2, 1, 8, "bfloat16")
-        layout = build_layout(worker.make(model), model.axes)
-        assert_settles(lambda: devices.map(layout).close(), self.footprint, ROUNDS, self.slack)
-
-    def test_registering_again_maps_the_same_memory_before_the_first_is_given_up(
-        self, worker: Worker, devices: Devices, arena: Arena
-    ) -> None:
-        model = Model().add("blocks first", 6, 2, 2, 8, "bfloat16")
-        with self.case(worker, devices, arena, model) as case:
-            first, case.mapped = case.mapped, devices.map(case.layout)
-            first.close()
-            extents = ((arena.header.chunks_start, PAGE),)
-            case.there_and_back([[1, 2]], [[4, 0]], [extents], 0)
-
-    def test_giving_tensors_up_twice_is_giving_them_up(self, worker: Worker, devices: Devices, arena: Arena) -> None:
-        with self.case(worker, devices, arena, Model().add("mla", 4, 2, 1, 8, "bfloat16")) as case:
-            other = devices.map(case.layout)
+    def test_blocks_are_opened_again_and_closed_twice(self) -> None:
+        with self.case(Model().add("mla", 4, 2, 1, 8, "bfloat16")) as case:
+            other = self.open(case.layout, case.worker)
+            assert other.follow(case.arena).wait(HANG_S)
             other.close()
             other.close()
-            case.there_and_back([[1, 2]], [[3, 0]], [((arena.header.chunks_start, PAGE),)], 0)
+            case.there_and_back([[1, 2]], [[3, 0]], [((0, PAGE),)], [0])

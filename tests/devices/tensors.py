@@ -1,4 +1,4 @@
-"""KV tensors like those of engines, described without torch: where their elements are in storages of plain bytes.
+"""KV tensors like those of engines: where their elements are in storages of plain bytes.
 
 It also has the oracle: the expected result of a store or a retrieve, computed with numpy, element by element.
 """
@@ -7,22 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from kvdepot.devices import describe
 from kvdepot.protocol.layout import TensorView
 
 Bytes = npt.NDArray[np.uint8]
 
-DTYPES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+DTYPES = {
+    "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8,
+}  # fmt: skip
 """Bytes an element; of each type every pattern of bits is somebody's KV."""
 
 KINDS = [
     "blocks first", "keys and values apart", "keys and values together", "mla", "rows padded", "every second block",
     "behind others", "heads before rows", "heads outside", "blocks last", "layers side by side",
-    "layers of two sizes side by side", "layers behind each other",
+    "layers of two sizes side by side", "layers behind each other", "states with padding",
 ]  # fmt: skip
 
 
@@ -117,17 +121,36 @@ def _paged(
             base = make(nb, heads * (rows + 1), dim)
             ends = [((i + 1) * rows, heads * rows + i + 1) for i in range(heads)]
             return base, [part for one, two in ends for part in (base[:, one - rows : one], base[:, two - 1 : two])], 0
+        case "states with padding":  # two states a block, and bytes that belong to neither
+            base = make(nb, rows * dim + heads + 3)
+            return base, [base[:, : rows * dim], base[:, rows * dim : rows * dim + heads]], 0
     assert kind == "layers behind each other", kind
     base = make(heads, nb, rows, dim)
     return base, [base[i] for i in range(heads)], 0
 
 
-class Worker(Protocol):
-    """Whoever owns the tensors: memory of a device, and its bytes."""
+class Worker:
+    """The tensors of a model in torch's memory of a device, and all bytes of their storages."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        self.tensors: list[torch.Tensor] = []
+        self._storages: list[torch.Tensor] = []
 
     def make(self, model: Model) -> list[TensorView]:
-        """Give the model memory and share it. What was made before is gone."""
+        """Give the model memory, and describe its tensors. What was made before is gone."""
+        self._storages = [torch.zeros(size, dtype=torch.uint8, device=self.device) for size in model.sizes]
+        self.tensors = []
+        for layer in model.layers:
+            item, dtype = DTYPES[layer.dtype], getattr(torch, layer.dtype)
+            flat = self._storages[layer.storage].view(dtype)
+            strides = [stride // item for stride in layer.strides]
+            self.tensors.append(flat.as_strided(layer.shape, strides, layer.offset // item))
+        return [describe(tensor, layer.name) for tensor, layer in zip(self.tensors, model.layers, strict=True)]
 
-    def write(self, storages: Sequence[Bytes]) -> None: ...
+    def write(self, storages: Sequence[Bytes]) -> None:
+        for storage, new in zip(self._storages, storages, strict=True):
+            storage.copy_(torch.from_numpy(np.array(new)))
 
-    def read(self) -> list[Bytes]: ...
+    def read(self) -> list[Bytes]:
+        return [storage.to("cpu", copy=True).numpy() for storage in self._storages]

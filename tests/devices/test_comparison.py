@@ -17,7 +17,7 @@ from kvdepot.devices.comparison import compare
 from kvdepot.errors import LayoutError
 from kvdepot.memory.allocator import PAGE
 from kvdepot.memory.extents import Bytes
-from kvdepot.protocol.layout import Layout, Segment, TensorView, build_layout
+from kvdepot.protocol.layout import Layout, TensorView, build_layout
 
 LAYERS, BLOCKS, TOKENS, HEADS, DIM = 6, 8, 16, 2, 64
 LIMIT = 4 * 2**-7 * math.sqrt(LAYERS)
@@ -31,7 +31,7 @@ class Arena:
 
 
 class IndexedBlocks(BlockMemory):
-    """Blocks of one mapping whose bytes are indexed one by one, as the layout says."""
+    """Blocks of one mapping that are copied one by one, as the layout says."""
 
     task_bytes = 1 << 20
 
@@ -39,16 +39,15 @@ class IndexedBlocks(BlockMemory):
         self.layout, self.device, self._memory = layout, None, memory
 
     def move(self, arena: ArenaBytes, pieces: Sequence[CopyPiece], is_store: bool) -> None:
+        assert is_store, "a comparison writes no block"
         for piece in pieces:
-            where = [self._at(block, segment) for segment in self.layout.segments for block in piece.block_ids]
-            index = np.concatenate(where)
-            places = np.concatenate([np.arange(start, start + size) for start, size in piece.extents])[: len(index)]
-            assert is_store, "a comparison writes no block"
-            arena.bytes[places] = self._memory[index]
-
-    def _at(self, block: int, segment: Segment) -> npt.NDArray[np.intp]:
-        first = segment.offset + block * segment.stride
-        return np.arange(first, first + segment.size)
+            starts = [
+                (each.offset + i * each.stride, each.size) for each in self.layout.segments for i in piece.block_ids
+            ]
+            moved = np.concatenate([self._memory[start : start + size] for start, size in starts])
+            for start, size in piece.extents:
+                part, moved = moved[:size], moved[size:]
+                arena.bytes[start : start + len(part)] = part
 
     def load_in_step(self, arena: ArenaBytes, pieces: Sequence[CopyPiece]) -> None:
         raise AssertionError("a comparison loads nothing")
@@ -176,12 +175,13 @@ def test_with_experts_what_has_nothing_in_common_differs_and_a_few_tokens_do_not
 
 def tiles_of(worker: Worker) -> npt.NDArray[np.float64]:
     """The numbers of the blocks that are compared, [layers, blocks, tiles, 64], of long rows one tile in five."""
-    tiles = worker.memory[:, worker.ids].double().numpy().reshape(LAYERS, len(worker.ids), -1, 64)
+    numbers: npt.NDArray[np.float64] = worker.memory[:, worker.ids].double().numpy()
+    tiles = numbers.reshape(LAYERS, len(worker.ids), -1, 64)
     return tiles if tiles.shape[2] < 512 else tiles[:, :, ::5]
 
 
 @pytest.mark.parametrize("has_experts", [False, True])
-@pytest.mark.parametrize("tokens", [TOKENS, 136], ids=["short rows", "long rows"])
+@pytest.mark.parametrize("tokens", [TOKENS, 136, 800], ids=["short rows", "long rows", "blocks of megabytes"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_numbers_are_those_of_the_definition(dtype: torch.dtype, tokens: int, has_experts: bool) -> None:
     def change(worker: Worker) -> None:
@@ -195,13 +195,18 @@ def test_the_numbers_are_those_of_the_definition(dtype: torch.dtype, tokens: int
     found = worker.compare(change, has_experts)
     computed = tiles_of(worker)
     norms = np.linalg.norm(computed, axis=3)
-    least = 1e-3 * norms.mean(axis=(1, 2), keepdims=True)
+    least: npt.NDArray[np.float64] = 1e-3 * norms.mean(axis=(1, 2), keepdims=True)
     tiles = np.minimum(np.linalg.norm(stored - computed, axis=3) / np.maximum(norms, least), 2.0)
     expected = np.maximum(tiles.mean(axis=(1, 2)), tiles.mean(axis=2).max(axis=1) / 4)
     if has_experts:
         expected = np.quantile(tiles.reshape(LAYERS, -1), 0.1, axis=1)
         expected[1] = math.inf  # a block of another prompt
     assert found == pytest.approx([expected.max(), *expected], rel=1e-3)
+
+
+def test_a_difference_in_the_last_block_of_megabytes_is_found() -> None:
+    found = Worker(torch.bfloat16, 800).compare(lambda worker: worker.layers[4][6].mul_(1.5))
+    assert found == pytest.approx([1 / 12, 0, 0, 0, 0, 1 / 12, 0], rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,8 @@ import pytest
 import torch
 
 from kvdepot.client.calls import OwnClient
-from kvdepot.errors import BadRequest, ConfigError, DeadlineExceeded, LayoutError, Unavailable
+from kvdepot.errors import BadRequest, ConfigError, DeadlineExceeded, LayoutError, Unavailable, UnknownRequest
+from kvdepot.integrations.sglang import pages
 from kvdepot.integrations.sglang.pages import KV, PagePool, PageStore, hash_keys
 from tests.conftest import HANG_S, Depot, StartDepot, ends, eventually, suspend
 from tests.integrations.hicache import Pool
@@ -131,10 +134,10 @@ class TestCopies:
     def test_pages_that_are_not_the_pools_or_named_twice_are_refused(self, depot: Depot, open_store: Open) -> None:
         pool, names = Pool(), keys(2, "wrong")
         store = open_store(depot, pool, model="wrong")
-        for pages in ((0, 16), (-1, 3), (5, 5)):
+        for wrong in ((0, 16), (-1, 3), (5, 5)):
             for call in (store.get, store.set):
                 with pytest.raises(BadRequest, match="are not 2 of the 16"):
-                    call(KV, names, pool.slots(*pages))
+                    call(KV, names, pool.slots(*wrong))
         assert store.exists(KV, names) == 0
 
     def test_the_server_counts_what_sglang_asked_for_found_and_loaded(
@@ -220,7 +223,7 @@ class TestFaults:
         assert torch.equal(pool.page(2), pool.page(0)) and again.process.poll() is None
 
     def test_a_server_that_is_stopped_is_a_miss_and_used_again_when_it_goes_on(
-        self, start_depot: StartDepot, open_store: Open
+        self, start_depot: StartDepot, open_store: Open, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         depot, pool, names = start_depot(chunk_size="auto"), Pool(), keys(2)
         store = open_store(depot, pool)
@@ -230,6 +233,7 @@ class TestFaults:
             with ends():
                 assert missed(lambda: store.exists(KV, names)) == 0
                 assert not any(missed(lambda: store.get(KV, names, pool.slots(2, 3)), []))
+                monkeypatch.setattr(pages, "_SET_S", 0.5)
                 with pytest.raises(DeadlineExceeded):
                     store.set(KV, keys(1, "late"), pool.slots(4))
         finally:
@@ -238,6 +242,73 @@ class TestFaults:
         assert store.exists(KV, keys(1, "late")) == 0  # what was placed after its call has been given back
         eventually(lambda: not depot.status()["operations"])
         assert store.get(KV, names, pool.slots(2, 3)) == [True, True]
+
+    @pytest.mark.parametrize("do", ["get", "set"])
+    def test_a_server_that_stops_during_a_copy_is_a_miss_without_a_page_held(
+        self, start_depot: StartDepot, open_store: Open, monkeypatch: pytest.MonkeyPatch, do: str
+    ) -> None:
+        depot, pool, names = start_depot(chunk_size="auto"), Pool(), keys(4)
+        fill(pool)
+        store = open_store(depot, pool)
+        assert all(store.set(KV, names[:2], pool.slots(0, 1)))
+        monkeypatch.setattr(pages, "_GET_S", 0.5)
+        monkeypatch.setattr(pages, "_SET_S", 0.5)
+        copying = Paused(store)
+        moved, slots = (names[:2], pool.slots(2, 3)) if do == "get" else (names[2:], pool.slots(0, 1))
+        asked = Thread(lambda: getattr(store, do)(KV, moved, slots))
+        assert copying.begun.wait(HANG_S)
+        suspend(depot.process.pid)
+        try:
+            copying.go_on.set()
+            with ends(), pytest.raises(DeadlineExceeded):
+                asked.result()
+        finally:
+            os.kill(depot.process.pid, signal.SIGCONT)
+        eventually(lambda: not depot.status()["operations"])
+        pool.page(0).zero_()  # SGLang has used it for something else
+        assert store.get(KV, names[:2], pool.slots(4, 5)) == [True, True] and pool.page(4).all()
+        if do == "set":
+            assert store.get(KV, names[2:], pool.slots(6, 7)) == [True, True] and pool.page(6).all()
+
+    @pytest.mark.parametrize("do", ["get", "set"])
+    def test_a_server_killed_during_a_copy_is_a_miss_and_its_successor_is_used(
+        self, start_depot: StartDepot, open_store: Open, do: str
+    ) -> None:
+        depot, pool, names = start_depot(chunk_size="auto"), Pool(), keys(4)
+        fill(pool)
+        store = open_store(depot, pool)
+        assert all(store.set(KV, names[:2], pool.slots(0, 1)))
+        copying = Paused(store)
+        moved, slots = (names[:2], pool.slots(2, 3)) if do == "get" else (names[2:], pool.slots(0, 1))
+        asked = Thread(lambda: getattr(store, do)(KV, moved, slots))
+        assert copying.begun.wait(HANG_S)
+        depot.process.kill()
+        depot.process.wait(HANG_S)
+        copying.go_on.set()
+        with ends(), pytest.raises((DeadlineExceeded, Unavailable, UnknownRequest)):
+            asked.result()
+        start_depot(chunk_size="auto", url=depot.url, name=depot.name)
+        eventually(lambda: missed(lambda: store.exists(KV, names[:2])) == 2)
+        assert store.exists(KV, names[2:]) == 0
+        assert store.get(KV, names[:2], pool.slots(4, 5)) == [True, True]
+        assert torch.equal(pool.page(4), pool.page(0))
+
+    def test_a_store_is_closed_once_its_copies_have_ended(self, start_depot: StartDepot, open_store: Open) -> None:
+        depot, pool, names = start_depot(chunk_size="auto"), Pool(), keys(2)
+        fill(pool)
+        store = open_store(depot, pool)
+        assert all(store.set(KV, names, pool.slots(0, 1)))
+        copying = Paused(store)
+        asked = Thread(lambda: store.get(KV, names, pool.slots(2, 3)))
+        assert copying.begun.wait(HANG_S)
+        closed = Thread(store.close)
+        eventually(lambda: store._link.is_closed)
+        assert depot.status()["instances"] == 1, "it has left while it copies"
+        copying.go_on.set()
+        assert asked.result() == [True, True] and torch.equal(pool.page(3), pool.page(1))
+        closed.result()
+        eventually(lambda: depot.status()["instances"] == 0)
+        assert store.set(KV, names, pool.slots(0, 1)) == [False, False]
 
     def test_a_store_without_a_server_is_connected_when_there_is_one(
         self, start_depot: StartDepot, open_store: Open
@@ -252,12 +323,68 @@ class TestFaults:
         assert store.exists(KV, names) == 1
 
 
+class Paused:
+    """The next copies of a store's KV pool begin, and then wait for `go_on`."""
+
+    def __init__(self, store: PageStore) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        pool = store._pools[KV]
+        copy = pool.copy
+
+        def wait_and_copy(*arguments: Any, **options: Any) -> None:
+            self.begun.set()
+            assert self.go_on.wait(HANG_S)
+            copy(*arguments, **options)
+
+        pool.copy = wait_and_copy  # type: ignore[method-assign]
+
+
+class Thread:
+    """A call in a thread of its own."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._future: Future[Any] = Future()
+        self._call = call
+        threading.Thread(target=self._run).start()
+
+    def _run(self) -> None:
+        try:
+            self._future.set_result(self._call())
+        except BaseException as exc:  # noqa: BLE001 - raised by `result`
+            self._future.set_exception(exc)
+
+    def result(self) -> Any:
+        return self._future.result(HANG_S)
+
+
 def missed(call: Callable[[], Any], value: Any = 0) -> Any:
     """What a call returns; `value` where it fails, as storage.py does."""
     try:
         return call()
     except (Unavailable, DeadlineExceeded):
         return value
+
+
+class TestPoolsWhoseCopiesAreWrong:
+    def test_nothing_is_kept_and_the_server_knows_why(
+        self, depot: Depot, open_store: Open, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Doubled(Pool):
+            """Its values are where its keys are: what is written to either changes both."""
+
+            def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+                starts, sizes = super().get_page_buffer_meta(indices)
+                return [starts[at - at % 2] for at in range(len(starts))], sizes
+
+        pool, names = Doubled(), keys(2, "doubled")
+        fill(pool)
+        before = pool.kv.clone()
+        store = open_store(depot, pool, model="doubled")
+        assert torch.equal(pool.kv, before)
+        assert "nothing of pool kv is kept, because copies of its pages are wrong" in caplog.text
+        assert store.set(KV, names, pool.slots(0, 1)) == store.get(KV, names, pool.slots(0, 1)) == [False, False]
+        assert store.exists(KV, names) == 0 and store.present(KV, names) == [False, False]
+        assert "pool kv: " in str(depot.status())
 
 
 class TestPoolsThatAreRefused:

@@ -12,7 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdepot.errors import LayoutError
-from kvdepot.protocol.layout import MAX_SEGMENTS, Layout, Mapping, Segment, TensorView, build_layout, find_block_axes
+from kvdepot.protocol.layout import (
+    MAX_BLOCK_BYTES,
+    MAX_SEGMENTS,
+    BlockFormat,
+    Layout,
+    Mapping,
+    Segment,
+    TensorView,
+    build_layout,
+    chunk_format,
+    find_block_axes,
+)
 
 DTYPES = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4}
 
@@ -308,7 +319,7 @@ def test_whatever_changes_the_meaning_of_a_byte_changes_the_fingerprint() -> Non
     assert not same
 
 
-# -- what the server checks
+# -- what a server is told
 
 
 GOOD = Layout([Mapping("m", 1000)], [Segment(0, 100, 90, 90), Segment(0, 0, 100, 10)], 10, b"f" * 32)
@@ -317,6 +328,35 @@ GOOD = Layout([Mapping("m", 1000)], [Segment(0, 100, 90, 90), Segment(0, 0, 100,
 def changed(**fields: object) -> Layout:
     values = {name: getattr(GOOD, name) for name in ("mappings", "segments", "num_blocks", "fingerprint")}
     return Layout(**{**values, **fields})  # type: ignore[arg-type]
+
+
+@given(tensors())
+@settings(max_examples=30, deadline=None)
+def test_a_server_is_told_the_bytes_of_a_block_and_the_fingerprint(given: Tensors) -> None:
+    layout = given.build()
+    layout.format.check()
+    assert layout.format == BlockFormat(layout.fingerprint, sum(segment.size for segment in layout.segments))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [BlockFormat(b"f" * 31, 1), BlockFormat(b"", 1)]
+    + [BlockFormat(b"f" * 32, size) for size in (0, -1, MAX_BLOCK_BYTES + 1)],
+)
+def test_a_format_that_no_worker_registers_is_refused(given: BlockFormat) -> None:
+    with pytest.raises(LayoutError):
+        given.check()
+    BlockFormat(b"f" * 32, MAX_BLOCK_BYTES).check()
+
+
+def test_chunks_that_are_copied_whole_are_one_block_whose_meaning_is_in_the_fingerprint() -> None:
+    one = chunk_format(640, "float16 2x8")
+    one.check()
+    assert one.block_bytes == 640 and one == chunk_format(640, "float16 2x8")
+    assert one.fingerprint != chunk_format(640, "bfloat16 2x8").fingerprint
+
+
+# -- what a worker checks
 
 
 def test_a_layout_that_ends_with_the_last_byte_of_its_mapping_is_good() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import struct
-import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -17,13 +14,11 @@ from hypothesis import strategies as st
 from kvdepot import errors
 from kvdepot.keys import ROOT
 from kvdepot.protocol import wire
-from kvdepot.protocol.layout import Layout, Mapping, Segment
-from tests.conftest import SHM, Depot
+from kvdepot.protocol.layout import BlockFormat
+from tests.conftest import Depot
 from tests.protocol.raw import Raw
 
-BLOCKS = 16
-BLOCK_BYTES = 64
-SIZE = BLOCKS * BLOCK_BYTES
+FORMAT = BlockFormat(bytes(32), 64)
 MIB = 1 << 20
 
 many = settings(
@@ -43,15 +38,6 @@ def known(raw: Raw) -> Raw:
     return raw.hello()
 
 
-@pytest.fixture(scope="module")
-def memory() -> Iterator[str]:
-    """The name of a client's shared memory, `SIZE` bytes."""
-    name = f"kvdepot-test-kv-{uuid.uuid4().hex[:12]}"
-    (SHM / name).write_bytes(os.urandom(SIZE))
-    yield name
-    (SHM / name).unlink()
-
-
 @pytest.fixture(autouse=True)
 def _serves_others(depot: Depot) -> Iterator[None]:
     """After every test, a regular client is served by the same process."""
@@ -62,14 +48,6 @@ def _serves_others(depot: Depot) -> Iterator[None]:
     assert other.ask(wire.Noop()) == "ok"
     other.close()
     assert "Traceback" not in depot.logged()
-
-
-def layout(memory: str) -> Layout:
-    return Layout([Mapping(memory, SIZE)], [Segment(0, 0, BLOCK_BYTES, BLOCK_BYTES)], BLOCKS, bytes(32))
-
-
-def ids(*blocks: int) -> bytes:
-    return struct.pack(f"<{len(blocks)}I", *blocks)
 
 
 def bad_messages(depot: Depot) -> int:
@@ -117,9 +95,7 @@ def test_a_frame_too_short_for_a_number_is_answered_under_number_zero(known: Raw
 
 
 def test_every_truncation_of_a_message_gets_a_protocol_error(known: Raw) -> None:
-    whole = wire.encode_request(0, wire.Store(1, 1, [wire.Shards("r", "m", 1, 0, b"", 0, bytes(64), ids(0, 1, 2, 3))]))[
-        8:
-    ]
+    whole = wire.encode_request(0, wire.Store(1, [wire.Shards("r", "m", 1, 0, b"", 0, bytes(64), 2)]))[8:]
     for length in range(len(whole)):
         assert type(known.ask_bytes(whole[:length])) is errors.ProtocolError
     assert type(known.ask_bytes(whole)) is errors.UnknownInstance
@@ -153,84 +129,79 @@ _shards = st.builds(
     parent=st.sampled_from([b"", ROOT, *_KEYS, b"short"]),
     depth=_small | _any_int,
     hashes=_hashes,
-    block_ids=st.lists(st.integers(0, BLOCKS), max_size=8, unique=True).map(lambda blocks: ids(*blocks))
-    | st.binary(max_size=20),
-    skip_blocks=_small | _any_int,
+    blocks=_small | _any_int,
 )
 _groups = st.builds(
     wire.Group,
     _small | _any_int,
     _small | _any_int,
-    st.just(BLOCK_BYTES) | _any_int,
+    st.just(FORMAT.block_bytes) | _any_int,
     st.binary(min_size=32, max_size=32) | st.binary(max_size=3),
 )
-_segments = st.builds(
-    Segment,
-    mapping=_small | _any_int,
-    offset=_small | _any_int,
-    stride=st.just(BLOCK_BYTES) | _any_int,
-    size=st.integers(1, BLOCK_BYTES) | _any_int,
+_formats = st.just(FORMAT) | st.builds(
+    BlockFormat, st.binary(min_size=32, max_size=32) | st.binary(max_size=3), st.just(FORMAT.block_bytes) | _any_int
+)
+_requests: st.SearchStrategy[wire.Request] = st.one_of(
+    st.builds(wire.Lookup, _text, st.integers(1, 2) | _any_int, _small | _any_int, _text, _small, _hashes),
+    st.builds(wire.Store, _small, st.lists(_shards, max_size=3)),
+    st.builds(wire.Retrieve, _small, st.lists(_shards, max_size=3)),
+    st.builds(wire.Compare, _small, st.lists(_shards, max_size=3), st.floats(), st.booleans(), st.booleans()),
+    st.builds(
+        wire.Complete,
+        _small | _any_int,
+        st.binary(max_size=wire.BOOT_BYTES),
+        st.booleans(),
+        st.lists(_any_int, max_size=3),
+        st.lists(st.lists(st.floats(), max_size=3), max_size=3),
+    ),
+    st.builds(wire.Register, _small, _formats, _text, _small | _any_int, _small | _any_int, _small | _any_int),
+    st.builds(
+        wire.Register,
+        _small,
+        _formats,
+        st.just("m"),
+        st.just(1),
+        st.just(0),
+        st.just(1),
+        _small | _any_int,
+        _small | _any_int,
+        st.lists(_groups, max_size=3),
+        fault=_text,
+    ),
+    st.builds(wire.Unregister, _small | _any_int),
+    st.builds(wire.EndSession, _text),
+    st.builds(wire.Hello, st.sampled_from([wire.VERSION, 0]), _text, st.binary(max_size=20), st.booleans()),
+    st.builds(wire.Prove, st.binary(max_size=40)),
+    st.just(wire.Clear()),
+    st.builds(wire.Count, _text, st.just(b"")),
+    st.builds(wire.Inspect, _text, st.binary(max_size=64)),
+    st.builds(wire.Why, _text),
+    st.builds(wire.Describe, st.binary(max_size=40), st.binary(max_size=80), st.binary(max_size=80), _small | _any_int),
 )
 
 
-def _requests(memory: str) -> st.SearchStrategy[wire.Request]:
-    layouts = st.just(layout(memory)) | st.builds(
-        Layout,
-        mappings=st.lists(
-            st.builds(Mapping, st.sampled_from([memory, "", ".."]), st.just(SIZE) | _any_int), max_size=2
-        ),
-        segments=st.lists(_segments, max_size=3),
-        num_blocks=st.integers(1, BLOCKS) | _any_int,
-        fingerprint=st.binary(min_size=32, max_size=32) | st.binary(max_size=3),
-    )
-    return st.one_of(
-        st.builds(
-            wire.Lookup, _text, st.integers(1, 2) | _any_int, st.integers(0, 3) | _any_int, _text, _small, _hashes
-        ),
-        st.builds(wire.Store, _small, _any_int, st.lists(_shards, max_size=3)),
-        st.builds(wire.Retrieve, _small, st.lists(_shards, max_size=3)),
-        st.builds(wire.Register, _small, layouts, _text, _small | _any_int, _small | _any_int, _small | _any_int),
-        st.builds(
-            wire.Register,
-            _small,
-            layouts,
-            st.just("m"),
-            st.just(1),
-            st.just(0),
-            st.just(1),
-            _small | _any_int,
-            _small | _any_int,
-            st.lists(_groups, max_size=3),
-        ),
-        st.builds(wire.Unregister, _small | _any_int),
-        st.builds(wire.EndSession, _text),
-        st.builds(wire.Hello, st.sampled_from([wire.VERSION, 0]), _text, st.binary(max_size=20), st.booleans()),
-        st.builds(wire.Prove, st.binary(max_size=40)),
-        st.just(wire.Clear()),
-        st.builds(wire.Count, _text, st.just(b"")),
-        st.builds(wire.Inspect, _text, st.binary(max_size=64)),
-        st.builds(wire.Why, _text),
-        st.builds(
-            wire.Describe, st.binary(max_size=40), st.binary(max_size=80), st.binary(max_size=80), _small | _any_int
-        ),
-    )
+def is_placement(value: Any) -> bool:
+    """Whether the answer is one: operation, arena, boot, and then lists of chunks and places."""
+    return isinstance(value, list) and len(value) == 5 and isinstance(value[1], str) and isinstance(value[2], bytes)
 
 
 # Nothing is shrunk: where an answer is missing, every step of that costs a deadline.
 @settings(many, max_examples=60, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_any_sequence_of_messages_is_answered_one_by_one_and_leaves_nothing_held(
-    depot: Depot, memory: str, data: st.DataObject
+    depot: Depot, data: st.DataObject
 ) -> None:
     client = Raw(depot).hello()
     try:
-        assert client.ask(wire.Register(1, layout(memory))) is None
-        sent = data.draw(st.lists(_requests(memory), max_size=12))
+        assert client.ask(wire.Register(1, FORMAT)) is None
+        sent = data.draw(st.lists(_requests, max_size=12))
         for number, request in enumerate(sent, 1000):  # all at once, so that they overlap
             client.send(wire.encode_request(number, request))
         answers = dict(client.receive() for _ in sent)
         assert sorted(answers) == list(range(1000, 1000 + len(sent)))
         assert not [value for value in answers.values() if isinstance(value, errors.InternalError)], (sent, answers)
+        for placed in [value for value in answers.values() if is_placement(value)]:
+            assert type(client.ask(wire.Complete(placed[0], placed[2], copied=False))) in (bool, list)
         for request in ("", "a", "b"):
             assert client.ask(wire.EndSession(request)) is None
         status = client.ask(wire.Status())
@@ -254,7 +225,7 @@ def _damaged(draw: st.DrawFn, frames: st.SearchStrategy[bytes]) -> bytes:
 
 
 @settings(many, max_examples=500)
-@given(_damaged(_requests("kv").map(lambda request: wire.encode_request(7, request))))
+@given(_damaged(_requests.map(lambda request: wire.encode_request(7, request))))
 def test_any_bytes_are_a_request_that_encodes_to_itself_or_a_protocol_error(frame: bytes) -> None:
     number, request = wire.decode_request(frame)
     assert number == (frame[: wire.ID_BYTES] if len(frame) >= wire.ID_BYTES else bytes(wire.ID_BYTES))
@@ -265,6 +236,17 @@ def test_any_bytes_are_a_request_that_encodes_to_itself_or_a_protocol_error(fram
         assert wire.encode_request(int.from_bytes(number, "little"), same) == again
 
 
+_PLACES = st.builds(
+    wire.Place, st.lists(st.tuples(_small, _any_int), max_size=2).map(tuple), st.booleans(), st.integers(0, 2**64 - 1)
+)
+_PLACEMENTS = st.builds(
+    wire.Placement,
+    st.integers(1, 2**63),
+    _text,
+    st.binary(min_size=wire.BOOT_BYTES, max_size=wire.BOOT_BYTES),
+    st.lists(_small, max_size=3),
+    st.lists(_PLACES, max_size=3),
+)
 _ANSWERS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.lists(st.booleans())
 _ERRORS = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.KVDepotError)]
 
@@ -281,6 +263,12 @@ def test_any_bytes_are_a_reply_that_names_its_request_and_server_or_none(frame: 
 def test_an_answer_survives_the_way_back(value: Any) -> None:
     frame = wire.encode_answer((7).to_bytes(8, "little"), b"bootboot", value)
     assert wire.decode_reply(frame) == (7, b"bootboot", value)
+
+
+@given(_PLACEMENTS)
+def test_a_placement_survives_the_way_back(placement: wire.Placement) -> None:
+    _, _, value = wire.decode_reply(wire.encode_answer(bytes(8), placement.boot, placement))
+    assert is_placement(value) and msgspec.convert(value, wire.Placement) == placement
 
 
 def test_an_error_survives_the_way_back_with_its_class_and_words_but_long_ones() -> None:

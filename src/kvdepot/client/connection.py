@@ -2,8 +2,8 @@
 
 Driven by client/socket.py, and by the simulation with a network and a clock of its own; it has no socket, thread or
 clock. Invariants: every request ends once, with a value or an error; nothing ends with the answer of a server that has
-not proved itself. Lookups and most others have deadlines; copies and their Complete end when the server has answered,
-or has been gone for GRACE_S.
+not proved itself. Lookups and most others have deadlines; copies, and what releases memory, end when the server has
+answered, or has been gone for GRACE_S.
 
 A server that restarted answers `UnknownClient`, or its connection breaks, which the socket reports (`disconnected`).
 The connection then **recovers**: it says hello (client/servers.py), makes all registrations again, each of which
@@ -21,7 +21,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvdepot.client.phases import TRANSITIONS, Change, Phase
-from kvdepot.client.requests import COPY, HELD, Done, PendingRequest, Requests
+from kvdepot.client.requests import COPY, LASTING, Done, PendingRequest, Requests
 from kvdepot.client.servers import Handshake, Introduction, LifeWatch, ServerRun
 from kvdepot.errors import (
     Busy,
@@ -134,15 +134,15 @@ class Connection:
     # -- asking
 
     def ask(self, request: wire.Request, done: Done, deadline_s: float | None = DEADLINE_S) -> None:
-        """Send a message. deadline_s None: wait until it is answered or the server is gone, as copies and their
-        Complete always do."""
+        """Send a message. deadline_s None: wait until it is answered or the server is gone, as requests of the kinds
+        `LASTING` always do."""
         if self.phase is Phase.CLOSED:
             done(self._closed)
             return
         if len(self) >= MAX_IN_FLIGHT:
             done(Busy(f"{len(self)} requests are in flight"))
             return
-        if isinstance(request, HELD):
+        if isinstance(request, LASTING):
             deadline_s = None
         elif isinstance(request, wire.Lookup) and not request.hurries and deadline_s is not None:
             deadline_s += self.welcome.lookup_s
@@ -162,7 +162,12 @@ class Connection:
         frame = wire.encode_request(number, request)
         self.requests.note(request)
         deadline = now + deadline_s if deadline_s is not None else float("inf")
-        self.requests.add(number, PendingRequest(request, frame, done, deadline, now))
+        item = PendingRequest(request, frame, done, deadline, now)
+        if isinstance(request, wire.Complete):
+            item.server = request.boot
+        elif isinstance(request, wire.EndSession):
+            item.server = self.incarnation
+        self.requests.add(number, item)
 
     def _send_parked(self) -> None:
         if self.phase is not Phase.SERVING:
@@ -313,11 +318,8 @@ class Connection:
             return  # the answer came after its deadline
         if number in self.requests.parked and self.phase is not Phase.SERVING:
             return  # not sent yet, or to be sent again: an answer now comes from a server that has not proved itself
-        if (
-            self._handshake.is_sealed
-            and opened is None
-            and (self._is_running() or not isinstance(value, UnknownClient))
-        ):
+        is_forged = self._handshake.is_sealed and opened is None
+        if is_forged and (self._is_running() or not isinstance(value, UnknownClient)):
             if self.phase is Phase.SERVING:
                 self._leave()  # a program in between, or a server that has lost our key: say hello again
             return
@@ -346,7 +348,7 @@ class Connection:
         is_wrong = isinstance(value, UnknownInstance) and not is_known
         if is_wrong or not pending.may_repeat or pending.refusals >= _MAX_REPEATS:
             return False
-        if not isinstance(request, wire.Complete):
+        if not isinstance(request, LASTING):
             pending.server = b""  # it has not begun
         pending.refusals += 1
         self.requests.parked.add(number)

@@ -239,7 +239,7 @@ class Translated(msgspec.Struct):
     request: wire.Request
     convert: Callable[[object], object] = lambda value: value
     block_ids: list[BlockIds] = []
-    """Of a store or retrieve, for each of its shards."""
+    """The blocks of a store or retrieve, for each of its shards."""
     after_device: bool = False
     """Whether to copy only after all work queued on the tensors' device so far."""
 

@@ -106,7 +106,7 @@ class LaneFuture(MessagingFuture[T]):
         return super().result(timeout)
 
 
-class Phase(enum.Enum):
+class CopyPhase(enum.Enum):
     """A stage of an operation; the table above says what it waits for."""
 
     WAITING = enum.auto()
@@ -117,18 +117,18 @@ class Phase(enum.Enum):
     ENDED = enum.auto()
 
 
-_AT_SERVER = {Phase.ASKED, Phase.PLACED, Phase.COMPLETING}
-_NEEDS_SERVER = {Phase.READY, Phase.ASKED, Phase.COMPLETING}
+_AT_SERVER = {CopyPhase.ASKED, CopyPhase.PLACED, CopyPhase.COMPLETING}
+_NEEDS_SERVER = {CopyPhase.READY, CopyPhase.ASKED, CopyPhase.COMPLETING}
 
 
 @dataclass(slots=True, eq=False)
-class _Operation:
+class _Copying:
     request: Copying
     blocks: BlockMemory
     block_ids: Sequence[BlockIds]
     event: DeviceEvent | None
     future: LaneFuture[Any]
-    phase: Phase = Phase.WAITING
+    phase: CopyPhase = CopyPhase.WAITING
     since: float = field(default_factory=time.monotonic)
     """When it entered the phase, or was last answered."""
     is_void: bool = False  # no byte may be copied any more; its future ends, or has ended, with an error
@@ -199,16 +199,16 @@ class Lane:
         self._changed = threading.Condition(threading.Lock())  # an operation has ended, or a slice was copied
         # What follows is guarded by that lock, but for `_answers`.
         self._memories: dict[int, BlockMemory] = {}  # by instance
-        self._live: dict[LaneFuture[Any], _Operation] = {}
-        self._waiting: list[_Operation] = []
-        self._ready: dict[bool, deque[_Operation]] = {True: deque(), False: deque()}  # loads, and all others
-        self._placed: dict[bool, deque[_Operation]] = {True: deque(), False: deque()}
+        self._live: dict[LaneFuture[Any], _Copying] = {}
+        self._waiting: list[_Copying] = []
+        self._ready: dict[bool, deque[_Copying]] = {True: deque(), False: deque()}  # loads, and all others
+        self._placed: dict[bool, deque[_Copying]] = {True: deque(), False: deque()}
         self._at_server: Counter[bool] = Counter()
-        self._copying: _Operation | None = None  # of which a slice is being copied
-        self._refused: list[_Operation] = []  # whose completion the server was too busy for
+        self._copying: _Copying | None = None  # of which a slice is being copied
+        self._refused: list[_Copying] = []  # whose completion the server was too busy for
         self._closed: KVDepotError | None = None
         self._thread: threading.Thread | None = None
-        self._answers: deque[tuple[_Operation, object]] = deque()
+        self._answers: deque[tuple[_Copying, object]] = deque()
         self._wake_fd = -1
         self._ended = threading.Event()  # the thread has: two threads must not join one in CPython 3.11
         self._followed = "", b""  # the arena that memories follow
@@ -289,7 +289,7 @@ class Lane:
 
     def _operation(
         self, request: Copying, block_ids: Sequence[BlockIds], event: DeviceEvent | None, future: LaneFuture[Any]
-    ) -> _Operation:
+    ) -> _Copying:
         if self._closed is not None:
             raise self._closed
         blocks = self._memories.get(request.instance)
@@ -297,7 +297,7 @@ class Lane:
             raise UnknownInstance(f"no KV tensors are registered as instance {request.instance}")
         if len(self._live) - self._at_server.total() >= _MOST_WAITING:
             raise Busy(f"{_MOST_WAITING} copies already wait for their events or for the server")
-        operation = _Operation(request, blocks, block_ids, event, future)
+        operation = _Copying(request, blocks, block_ids, event, future)
         operation.check()
         return operation
 
@@ -354,8 +354,8 @@ class Lane:
 
     # -- changes of an operation; the lock is held
 
-    def _make_ready(self, operation: _Operation) -> None:
-        operation.phase, operation.since = Phase.READY, time.monotonic()
+    def _make_ready(self, operation: _Copying) -> None:
+        operation.phase, operation.since = CopyPhase.READY, time.monotonic()
         self._ready[operation.is_load].append(operation)
 
     def _ask_ready(self) -> bool:
@@ -365,14 +365,14 @@ class Lane:
             ready = self._ready[is_load]
             while ready and self._at_server[is_load] < _MOST_AT_SERVER:
                 operation = ready.popleft()
-                if operation.phase is Phase.READY:
-                    operation.phase, operation.since = Phase.ASKED, time.monotonic()
+                if operation.phase is CopyPhase.READY:
+                    operation.phase, operation.since = CopyPhase.ASKED, time.monotonic()
                     self._at_server[is_load] += 1
                     self._client.ask_then(operation.request, partial(self._heard, operation), None)
                     any_asked = True
         return any_asked
 
-    def _heard(self, operation: _Operation, value: object) -> None:
+    def _heard(self, operation: _Copying, value: object) -> None:
         """An answer has come; under the client's lock, on whichever thread has read it."""
         self._answers.append((operation, value))
         if threading.current_thread() is not self._thread:
@@ -384,13 +384,13 @@ class Lane:
             operation, value = self._answers.popleft()
             any_taken = True
             operation.since = time.monotonic()
-            if operation.phase is Phase.ASKED:
+            if operation.phase is CopyPhase.ASKED:
                 self._answered(operation, value)
-            elif operation.phase is Phase.COMPLETING:
+            elif operation.phase is CopyPhase.COMPLETING:
                 self._completed(operation, value)
         return any_taken
 
-    def _answered(self, operation: _Operation, value: object) -> None:
+    def _answered(self, operation: _Copying, value: object) -> None:
         try:
             placement = read_placement(value)
         except ProtocolError as exc:
@@ -398,18 +398,18 @@ class Lane:
         if placement is None:
             self._end(operation, value)
             return
-        operation.placement, operation.phase = placement, Phase.PLACED
+        operation.placement, operation.phase = placement, CopyPhase.PLACED
         if operation.is_void:
             self._complete(operation, give_back(placement))
         else:
             self._placed[operation.is_load].append(operation)
 
-    def _complete(self, operation: _Operation, message: wire.Complete) -> None:
-        operation.phase, operation.since, operation.completion = Phase.COMPLETING, time.monotonic(), message
+    def _complete(self, operation: _Copying, message: wire.Complete) -> None:
+        operation.phase, operation.since, operation.completion = CopyPhase.COMPLETING, time.monotonic(), message
         operation.tries += 1
         self._client.ask_then(message, partial(self._heard, operation), None)
 
-    def _completed(self, operation: _Operation, value: object) -> None:
+    def _completed(self, operation: _Copying, value: object) -> None:
         if isinstance(value, Busy) and operation.tries < COMPLETE_TRIES:
             self._refused.append(operation)  # the server keeps what it has placed until it hears this
             return
@@ -420,11 +420,11 @@ class Lane:
                 value = False
         self._end(operation, value)
 
-    def _end(self, operation: _Operation, value: object) -> None:
+    def _end(self, operation: _Copying, value: object) -> None:
         """It is over. value: of its future, unless that has ended before."""
         if operation.phase in _AT_SERVER:
             self._at_server[operation.is_load] -= 1
-        operation.phase = Phase.ENDED
+        operation.phase = CopyPhase.ENDED
         self._live.pop(operation.future, None)
         try:
             operation.future._finish(value)
@@ -433,7 +433,7 @@ class Lane:
             operation.future._finish(ProtocolError(f"the server's answer {value!r:.80} was not understood: {exc!r}"))
         self._changed.notify_all()
 
-    def _void(self, operation: _Operation, error: KVDepotError) -> None:
+    def _void(self, operation: _Copying, error: KVDepotError) -> None:
         """Copy nothing of it any more. Its future ends at once, or with the slice that is being copied."""
         operation.is_void = True
         if operation is self._copying:
@@ -442,15 +442,15 @@ class Lane:
             self._end(operation, error)
             return
         operation.future._finish(error)
-        if operation.phase is Phase.PLACED and operation.placement is not None:
+        if operation.phase is CopyPhase.PLACED and operation.placement is not None:
             self._complete(operation, give_back(operation.placement))
         self._changed.notify_all()
 
     def _prune(self) -> None:
         """Forget operations that ended while they waited."""
-        self._waiting = [operation for operation in self._waiting if operation.phase is Phase.WAITING]
+        self._waiting = [operation for operation in self._waiting if operation.phase is CopyPhase.WAITING]
         for is_load, ready in self._ready.items():
-            self._ready[is_load] = deque(operation for operation in ready if operation.phase is Phase.READY)
+            self._ready[is_load] = deque(operation for operation in ready if operation.phase is CopyPhase.READY)
 
     def _end_all(self, error: KVDepotError) -> None:
         """Close: the client's end releases what the server has placed."""
@@ -510,7 +510,7 @@ class Lane:
                 answer = answers[id(operation.event)]
                 if answer is False and now - operation.since > EVENT_S:
                     answer = DeadlineExceeded(f"the event did not happen within {EVENT_S:g} s")
-                if operation.phase is not Phase.WAITING or answer is False:
+                if operation.phase is not CopyPhase.WAITING or answer is False:
                     continue
                 if isinstance(answer, KVDepotError):
                     self._end(operation, answer)
@@ -540,10 +540,10 @@ class Lane:
                 self._complete(operation, operation.completion)
         return len(self._refused) < len(refused)
 
-    def _next_placed(self) -> _Operation | None:
+    def _next_placed(self) -> _Copying | None:
         for placed in (self._placed[True], self._placed[False]):
             while placed:
-                if placed[0].phase is Phase.PLACED:
+                if placed[0].phase is CopyPhase.PLACED:
                     return placed[0]
                 placed.popleft()
         return None
@@ -570,7 +570,7 @@ class Lane:
         for blocks in memories:
             blocks.follow(view)
 
-    def _copy_slice(self, operation: _Operation) -> None:
+    def _copy_slice(self, operation: _Copying) -> None:
         """Copy as much of an operation as one slice has, and complete it after the last."""
         error: KVDepotError | None = None
         try:
@@ -595,7 +595,7 @@ class Lane:
                 self._complete(operation, message)
             self._changed.notify_all()
 
-    def _copy(self, operation: _Operation) -> None:
+    def _copy(self, operation: _Copying) -> None:
         request, blocks, placement, size = (
             operation.request, operation.blocks, operation.placement, operation.chunk_bytes,
         )  # fmt: skip

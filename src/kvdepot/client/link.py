@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from kvdepot.client.calls import ANSWER_S, convert
-from kvdepot.client.copies import Arenas, carry, give_back, read_placement
+from kvdepot.client.copies import BUSY_S, COMPLETE_TRIES, Arenas, carry, give_back, read_placement
 from kvdepot.client.socket import Client
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.memory.arena_view import ArenaView
@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Item = TypeVar("Item")
 
-_PAUSE_S = 0.5
-"""Between tries of completing a copy, while the server refuses this client's many requests."""
 _SHARED_BYTES = 16 << 20
 """Several threads copy this many bytes or more: starting them takes a tenth of the time that it saves."""
 _COPY_THREADS = min(4, len(os.sched_getaffinity(0)))
@@ -123,15 +121,13 @@ class Link:
         finally:
             ended = client.ask(done, deadline_s=None)
             client.pump()
-        until = time.monotonic() + timeout_s
-        while True:
+        for _ in range(COMPLETE_TRIES):
             try:
                 return convert(request, kind, ended.result(timeout_s))
             except Busy:  # too many requests in this second; the server keeps what it has placed until it hears this
-                if time.monotonic() > until:
-                    raise
-                time.sleep(_PAUSE_S)
+                time.sleep(BUSY_S)
                 ended = client.ask(done, deadline_s=None)
+        return convert(request, kind, ended.result(timeout_s))
 
     def close(self) -> bool:
         """Close the client once no call uses it. Blocks until then.

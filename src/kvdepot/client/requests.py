@@ -5,17 +5,16 @@ nothing but `PendingRequest.waits` and `PendingRequest.repeats_at`, the columns 
 
     request                    while no server can be asked                   once a server welcomes us (again)
     Store, Retrieve, Compare   waits while its server runs, then GRACE_S      sent again; to one other server at most
-    Complete                   waits while its server runs, then GRACE_S      sent again
-    EndSession                 waits                                          sent again
+    Complete, EndSession       waits while its server runs, then GRACE_S      sent again
     Lookup                     waits for GRACE_S                              sent again, unless its session has ended
     Register, Unregister       waits for GRACE_S                              sent again, unless a later one replaces it
     others                     fails at once: it may have been carried out    fails
     not sent yet               waits for GRACE_S                              sent
 
 A server that was sent a copy may have placed it, and then holds memory until the copy is completed. It answers a copy
-that is sent again, under the same number, with the same Placement. So a copy never fails while its server runs: nobody
-would complete it. To another server it is a new copy, and could be what ends servers one after the other. A Complete is
-UnknownRequest there.
+that is sent again, under the same number, with the same Placement. So a copy does not fail while its server runs:
+nobody would complete it. To another server it is a new copy, and could be what ends servers one after the other. What
+releases something, a Complete or EndSession, must reach the server that holds it, however late; no other minds it.
 
 Registrations outlive their requests. Each server that welcomes us is sent all of them before anything else.
 """
@@ -30,9 +29,9 @@ from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable, Un
 from kvdepot.protocol import wire
 
 COPY = wire.Store | wire.Retrieve | wire.Compare
-HELD = COPY | wire.Complete
-"""Requests whose server holds memory for them. They have no deadline."""
-_REPEATED = HELD | wire.EndSession | wire.Lookup | wire.Register | wire.Unregister
+LASTING = COPY | wire.Complete | wire.EndSession
+"""Requests that a server which holds memory must get or answer. They have no deadline."""
+_REPEATED = LASTING | wire.Lookup | wire.Register | wire.Unregister
 
 Done: TypeAlias = Callable[[object], None]
 """Called once with the outcome of a request: its value, or a KVDepotError."""
@@ -47,7 +46,7 @@ class PendingRequest:
     done: Done
     deadline: float
     born: float
-    server: bytes = b""  # the run of a server that may be working on it; empty: none is
+    server: bytes = b""  # the run of the server that may work on it, or holds what it releases; empty: none
     has_moved: bool = False  # it was sent to another server before
     refusals: int = 0  # how often a server has said that it does not know us
     may_repeat: bool = True
@@ -57,9 +56,7 @@ class PendingRequest:
     def waits(self, is_returning: bool, running: bytes) -> bool:
         """Whether it waits while no server can be asked. is_returning: a server was lost less than GRACE_S ago.
         running: the run of the server that welcomed us last; empty if that is gone."""
-        if isinstance(self.request, wire.EndSession):
-            return True
-        if isinstance(self.request, HELD) and self.server and self.server == running:
+        if running and running == self.server and isinstance(self.request, LASTING):
             return True
         return is_returning and (not self.server or self._is_repeated())
 
@@ -83,8 +80,6 @@ class Requests:
 
     def add(self, number: int, item: PendingRequest) -> None:
         """Park a request until it can be sent."""
-        if isinstance(item.request, wire.Complete):
-            item.server = item.request.boot
         self.pending[number] = item
         self.parked.add(number)
 

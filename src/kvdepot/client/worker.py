@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -34,6 +34,9 @@ __all__ = ["CompareTerms", "Ended", "Submitted", "WorkerClient"]
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_Asking: TypeAlias = tuple[Copying, Callable[[object], T]]
+"""A message, and what converts its answer."""
 
 _SHUTDOWN_S = 5.0
 
@@ -172,7 +175,11 @@ class WorkerClient:
         request_ids: requests that `poll` reports, all together. event: must happen before the bytes may be read: a CUDA
         event, None, or any object with `query()`. Raises BadRequest for anything else.
         """
-        return self._submit(self.stores, wire.Store, request_ids, transfers, event, lambda chunks: _whole)
+
+        def make(instance: int, shards: list[wire.Shards], chunks: int) -> _Asking[bool]:
+            return wire.Store(instance, shards), _whole
+
+        return self._submit(self.stores, make, request_ids, transfers, event)
 
     def submit_compare(
         self, transfers: Sequence[Transfer], event: DeviceEvent | None, terms: CompareTerms
@@ -184,10 +191,10 @@ class WorkerClient:
         """
         requests = list(dict.fromkeys(transfer.request_id for transfer in transfers))
 
-        def message(instance: int, shards: list[wire.Shards]) -> wire.Compare:
-            return wire.Compare(instance, shards, *terms)
+        def make(instance: int, shards: list[wire.Shards], chunks: int) -> _Asking[wire.Comparison]:
+            return wire.Compare(instance, shards, *terms), _comparison
 
-        return self._submit(self.comparisons, message, requests, transfers, event, lambda chunks: _comparison)
+        return self._submit(self.comparisons, make, requests, transfers, event)
 
     def submit_retrieve(
         self,
@@ -199,37 +206,36 @@ class WorkerClient:
         """Copy chunks into blocks after `event`, in one message for each KV cache group. Never blocks. writers: as in
         wire.Retrieve. Other arguments: see `submit_store`."""
 
-        def message(instance: int, shards: list[wire.Shards]) -> wire.Retrieve:
-            return wire.Retrieve(instance, shards, self._unpins, writers)
+        def make(instance: int, shards: list[wire.Shards], chunks: int) -> _Asking[list[bool]]:
+            return wire.Retrieve(instance, shards, self._unpins, writers), partial(_per_chunk, chunks)
 
-        self._submit(self.retrieves, message, request_ids, transfers, event, lambda chunks: partial(_per_chunk, chunks))
+        self._submit(self.retrieves, make, request_ids, transfers, event)
 
     def _submit(
         self,
         under_way: dict[str, list[Submitted[T]]],
-        message: Callable[[int, list[wire.Shards]], Copying],
+        make: Callable[[int, list[wire.Shards], int], _Asking[T]],
         request_ids: Sequence[str],
         transfers: Sequence[Transfer],
         event: DeviceEvent | None,
-        reading: Callable[[int], Callable[[object], T]],
     ) -> Submitted[T]:
-        """message: of an instance and its shards. reading: gives what converts the answer for this many chunks."""
+        """make: the message to an instance for these shards, of this many chunks, and what converts its answer."""
         event = None if happened(event) else event
         submitted: Submitted[T] = Submitted(list(request_ids), sorted(transfers, key=attrgetter("group")))
         self.repeated.difference_update(request_ids)
         for request_id in request_ids:
             under_way.setdefault(request_id, []).append(submitted)
-        groups = itertools.groupby(submitted.transfers, attrgetter("group"))
-        by_group = [(group, list(parts)) for group, parts in groups]
+        by_group = itertools.groupby(submitted.transfers, attrgetter("group"))
+        parts_of = {group: list(parts) for group, parts in by_group}
         try:
-            requests = [message(self.instance_id + group, self.spec.shards(parts)) for group, parts in by_group]
+            shards = {group: self.spec.shards(parts) for group, parts in parts_of.items()}
         except KVDepotError as exc:
             submitted.error = exc
             return submitted
-        for request, (_, parts) in zip(requests, by_group, strict=True):
+        for group, parts in parts_of.items():
+            request, convert = make(self.instance_id + group, shards[group], sum(part.chunks for part in parts))
             block_ids = [BlockIds.unpack(part.block_ids, part.skip_blocks) for part in parts]
-            read = reading(sum(part.chunks for part in parts))
-            submitted.futures.append(self.lane.submit(request, block_ids, event, read))
+            submitted.futures.append(self.lane.submit(request, block_ids, event, convert))
         return submitted
 
     # -- outcomes

@@ -269,7 +269,7 @@ class AcceleratorBlocks(BlockMemory):
             with contextlib.suppress(RuntimeError):
                 for slot in slots:
                     slot.synchronize()
-            if isinstance(exc, RuntimeError):
+            if isinstance(exc, (RuntimeError, IndexError)):
                 raise DeviceError(f"blocks on {self.device} could not be copied: {exc}") from exc
             raise
 

@@ -1,7 +1,8 @@
 """Compares blocks of an engine with the chunks that are stored, as numbers: how far are they apart?
 
-Runs on copy threads. Two honest computations of one prompt differ by rounding: other batch shapes, kernels and
-processors add it up layer by layer. So the answer is a relative difference, and whoever asks has a limit for it.
+Runs on the thread of the worker's lane. Two honest computations of one prompt differ by rounding: other batch shapes,
+kernels and processors add it up layer by layer. So the answer is a relative difference, and whoever asks has a limit
+for it.
 
     number of a chunk   the largest of its parts; a part: one segment's numbers of one data type
     number of a part    the mean of its tiles, or a quarter of the mean in one of its blocks, if that is larger
@@ -20,13 +21,12 @@ them differ by rounding alone. It is infinite if `_RUN` neighbouring tiles have 
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -37,10 +37,8 @@ from kvdepot.protocol.layout import Layout
 
 Bits: TypeAlias = Any
 """An array of numbers as unsigned integers of as many bytes."""
+Floats: TypeAlias = npt.NDArray[np.float32]
 Numbers: TypeAlias = npt.NDArray[np.float64]
-
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
 _TILE = 64
 _MOST = 2.0
@@ -54,8 +52,10 @@ _RUN, _UNRELATED = 32, 0.75
 """Neighbouring tiles, and the number that three in four of them exceed if they have nothing in common."""
 _FLOOR = 1e-3
 """Tiles smaller than this, relative to the mean tile of their part, count as if they had this size."""
-_BATCH = 1 << 17
-"""Numbers that are compared at once: so few that they stay in the processor's cache."""
+_BATCH = 1 << 19
+"""Numbers that are compared at once. More would leave the processor's cache; fewer would be calls of Python's."""
+_SLICE = 4 << 20
+"""Bytes of blocks that are copied at once, so that they are compared while they are in that cache."""
 _ALONE = 30 << 10
 """Numbers that torch converts in the calling thread: from 32,768 on, it asks the threads that an engine needs."""
 _LARGE, _SMALL = 2.0**50, 2.0**-30
@@ -78,9 +78,9 @@ _TYPES = {
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class _Scratch:
-    """Memory for the blocks of one chunk, in place of the arena."""
+    """Memory for some blocks, in place of the arena."""
 
     bytes: Bytes
 
@@ -108,6 +108,12 @@ class _Parts(NamedTuple):
     taken: int
     segments: int = 1
 
+    @property
+    def bits(self) -> Any:
+        """The type of the numbers' bits; of bytes, if they cannot be read as numbers."""
+        bits = _TYPES[self.numbers].bits if self.numbers in _TYPES else np.uint8
+        return bits if self.taken % np.dtype(bits).itemsize == 0 else np.uint8
+
 
 def compare(
     blocks: BlockMemory, arena: ArenaBytes, pieces: Sequence[CopyPiece], has_experts: bool
@@ -117,56 +123,87 @@ def compare(
 
     Blocks while it copies and compares. Raises DeviceError.
     """
-    every, judge, found = list(_parts(blocks.layout)), _least if has_experts else _mean, []
-    for piece in pieces:
-        size = blocks.layout.block_bytes * len(piece.block_ids)
-        scratch = _scratch(size)
-        blocks.move(scratch, [CopyPiece(((0, size),), piece.block_ids)], is_store=True)
-        chunk = _Chunk(arena.bytes, piece, scratch.bytes[:size])
-        if chunk.is_equal():
-            found.append([0.0])
-            continue
-        numbers = [number for parts in every for number in _differences(chunk, parts, judge)]
-        found.append([max((number for number in numbers if not math.isnan(number)), default=math.nan), *numbers])
-    return found
+    parts, judge = list(_parts(blocks.layout)), _least if has_experts else _mean
+    return [_compare(_Chunk(blocks, arena.bytes, piece), parts, judge) for piece in pieces]
 
 
-@dataclass
+def _compare(chunk: _Chunk, parts: Sequence[_Parts], judge: Callable[[Numbers], Numbers]) -> list[float]:
+    ranges = chunk.ranges()
+    differing = next((each for each in ranges if not chunk.read(*each).equals(parts)), None)
+    if differing is None:
+        return [0.0]
+    tiles = [_Tiles(each, len(chunk.piece.block_ids)) for each in parts]
+    for each in (differing, *(other for other in ranges if other != differing)):  # that one has been read
+        blocks = chunk.read(*each)
+        for some in tiles:
+            some.add(blocks)
+    numbers = [number for some in tiles for number in some.numbers(judge)]
+    return [max((number for number in numbers if not math.isnan(number)), default=math.nan), *numbers]
+
+
 class _Chunk:
     """A stored chunk, and the same blocks as they were computed."""
 
-    arena: Bytes
-    piece: CopyPiece
+    def __init__(self, blocks: BlockMemory, arena: Bytes, piece: CopyPiece) -> None:
+        self.arena, self.piece = arena, piece
+        self._blocks, self._last = blocks, _Blocks(self, 0, 0, np.empty(0, np.uint8))
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Ranges of blocks that are read at once."""
+        count, some = len(self.piece.block_ids), max(1, _SLICE // self._blocks.layout.block_bytes)
+        return [(first, min(first + some, count)) for first in range(0, count, some)]
+
+    def read(self, first: int, end: int) -> _Blocks:
+        """Copy the blocks `[first, end)` of the chunk into scratch, in place of others."""
+        if (first, end) != (self._last.first, self._last.end):
+            size = self._blocks.layout.block_bytes * (end - first)
+            scratch = _scratch(size)
+            self._blocks.move(scratch, [CopyPiece(((0, size),), self.piece.block_ids[first:end])], is_store=True)
+            self._last = _Blocks(self, first, end, scratch.bytes)
+        return self._last
+
+
+@dataclass
+class _Blocks:
+    """The blocks `[first, end)` of a chunk. computed: their bytes in scratch."""
+
+    chunk: _Chunk
+    first: int
+    end: int
     computed: Bytes
 
-    def is_equal(self) -> bool:
-        """Whether their bytes are equal. Unlike numpy, memcmp needs no memory for that; it runs without the GIL."""
-        start = 0
-        for stored in views(self.arena, self.piece.extents, 0, len(self.computed)):
-            if _memcmp(stored.ctypes.data, self.computed[start:].ctypes.data, len(stored)):
-                return False
-            start += len(stored)
-        return True
+    def equals(self, parts: Sequence[_Parts]) -> bool:
+        """Whether the stored and the computed bytes are equal. Needs no more memory than a batch."""
+        batches = ((each, *some) for each in parts for some in self.batches(each, each.taken))
+        return all(np.array_equal(*self.rows(*some)) for some in batches)
 
-    def rows(self, parts: _Parts, first: int, end: int) -> tuple[Bits, Bits]:
-        """The numbers of the parts' rows `[first, end)`, stored and computed, [rows, numbers]. A row: one block of one
-        part."""
-        start, size = len(self.piece.block_ids) * parts.start + first * parts.size, (end - first) * parts.size
-        stored = views(self.arena, self.piece.extents, start, size)
-        whole = stored[0] if len(stored) == 1 else np.concatenate(stored)
+    def batches(self, parts: _Parts, size: int) -> Iterator[tuple[int, int]]:
+        """Ranges of segments that have about `_BATCH` numbers, if there are `size` in a block's segment."""
+        some = max(1, _BATCH // (size * (self.end - self.first)))
+        return ((at, min(at + some, parts.segments)) for at in range(0, parts.segments, some))
+
+    def rows(self, parts: _Parts, at: int, to: int) -> tuple[Bits, Bits]:
+        """The numbers of the parts' segments `[at, to)`, stored and computed, [segments, blocks, numbers]."""
+        piece, count, size = self.chunk.piece, self.end - self.first, parts.size
+        start, step = len(piece.block_ids) * parts.start, len(piece.block_ids) * size
+        stored = views(self.chunk.arena, piece.extents, start + at * step, (to - at) * step)
+        if len(stored) == 1:
+            one = stored[0].reshape(to - at, -1, size)[:, self.first : self.end]
+        else:
+            ranges = [(start + segment * step + self.first * size, count * size) for segment in range(at, to)]
+            found = [part for each in ranges for part in views(self.chunk.arena, piece.extents, *each)]
+            one = np.concatenate(found).reshape(to - at, count, size)
+        computed = self.computed[count * (parts.start + at * size) : count * (parts.start + to * size)]
         taken = slice(parts.at, parts.at + parts.taken)
-        one, other = (
-            each.reshape(-1, parts.size)[:, taken].view(_TYPES[parts.numbers].bits)
-            for each in (whole, self.computed[start : start + size])
-        )
-        return one, other
+        first, second = (each[:, :, taken].view(parts.bits) for each in (one, computed.reshape(one.shape)))
+        return first, second
 
 
 def _parts(layout: Layout) -> Iterator[_Parts]:
     """The parts of a layout's chunks, in the order of their bytes."""
 
     def each() -> Iterator[_Parts]:
-        types = iter(layout.numbers)
+        types = iter(layout.numbers or [("unknown", layout.block_bytes)])
         name, left = next(types)
         start = 0
         for segment in layout.segments:
@@ -184,47 +221,57 @@ def _parts(layout: Layout) -> Iterator[_Parts]:
         yield first._replace(segments=1 + len(others))
 
 
-def _differences(chunk: _Chunk, parts: _Parts, judge: Callable[[Numbers], Numbers]) -> list[float]:
-    """The number of each part: NaN if its bytes are no numbers of its type, infinite if no rounding explains it."""
-    kind = _TYPES.get(parts.numbers)
-    if kind is None or parts.taken % kind.bits().itemsize:
-        return [math.nan] * parts.segments
-    per_part = len(chunk.piece.block_ids)
-    rows, values = parts.segments * per_part, parts.taken // kind.bits().itemsize
-    tile = math.gcd(values, _TILE)
-    tile = tile if tile * 8 >= _TILE else values
-    step = 1 if values // tile < _MANY else _EVERY
-    tiles = -(-values // tile // step)
-    at_once = max(1, _BATCH // (tiles * tile))
-    largest = np.empty((2, rows), kind.bits)
-    strange = np.zeros(rows, np.bool_)
-    norms, distances = np.empty((2, rows, tiles))
-    for first in range(0, rows, at_once):
-        end = min(first + at_once, rows)
-        pair = chunk.rows(parts, first, end)
-        here = largest[:, first:end]
-        for most, row in zip(here, pair, strict=True):
-            most[:] = _largest(row)
-        in_double = float(_decode(parts.numbers, here).max()) > _LARGE
-        if (here >= kind.special).any():
-            masks = [_magnitudes(row) >= kind.special for row in pair]
-            strange[first:end] = (masks[0] != masks[1]).any(axis=1)
-            here[:, (here >= kind.special).any(axis=0)] = 0  # in the same places; the other numbers count
-            pair = np.where(masks[0], 0, pair[0]), np.where(masks[1], 0, pair[1])
-            in_double = True
-        one, other = (row.reshape(end - first, -1, tile)[:, ::step] for row in pair)
-        for at in range(0, tiles, at_most := max(1, _BATCH // tile)):
-            some = np.s_[:, at : at + at_most]
-            sizes = _sizes(parts.numbers, one[some], other[some], in_double)
-            norms[first:end][some], distances[first:end][some] = sizes
-    most = _decode(parts.numbers, largest).reshape(2, parts.segments, per_part).max(axis=2)
-    unexplained = strange.reshape(parts.segments, per_part).any(axis=1) | ~(
-        most.max(axis=0) <= _ABSURD * most.min(axis=0)
-    )
-    norms, distances = (each.reshape(parts.segments, per_part, tiles) for each in (norms, distances))
-    least = np.maximum(_FLOOR * norms.mean(axis=(1, 2), keepdims=True), np.finfo(np.float32).tiny)
-    numbers = judge(np.minimum(distances / np.maximum(norms, least), _MOST))
-    return np.where(unexplained, math.inf, numbers).tolist()
+class _Tiles:
+    """What is known of the tiles of some parts, block by block."""
+
+    def __init__(self, parts: _Parts, blocks: int) -> None:
+        self._parts = parts
+        self._kind = _TYPES.get(parts.numbers)
+        if self._kind is None or parts.bits != self._kind.bits:
+            self._kind = None
+            return
+        values = parts.taken // np.dtype(parts.bits).itemsize
+        tile = math.gcd(values, _TILE)
+        self._tile = tile if tile * 8 >= _TILE else values
+        self._step = 1 if values // self._tile < _MANY else _EVERY
+        tiles = -(-values // self._tile // self._step)
+        self._largest = np.zeros((2, parts.segments, blocks), parts.bits)  # magnitude: of stored, of computed numbers
+        self._strange = np.zeros((parts.segments, blocks), np.bool_)
+        self._norms, self._distances = np.empty((2, parts.segments, blocks, tiles))
+
+    def add(self, blocks: _Blocks) -> None:
+        """Compare some blocks."""
+        if self._kind is None:
+            return
+        tiles = self._norms.shape[2]
+        for at, to in blocks.batches(self._parts, tiles * self._tile):
+            here = np.s_[at:to, blocks.first : blocks.end]
+            pair = blocks.rows(self._parts, at, to)
+            largest = np.array([_largest(each) for each in pair])
+            in_double = float(_decode(self._parts.numbers, largest).max()) > _LARGE
+            special = (largest >= self._kind.special).any(axis=0)
+            if special.any():
+                masks = [_magnitudes(each) >= self._kind.special for each in pair]
+                self._strange[here] = (masks[0] != masks[1]).any(axis=2)
+                largest[:, special] = 0  # in the same places; the other numbers count
+                pair = np.where(masks[0], 0, pair[0]), np.where(masks[1], 0, pair[1])
+                in_double = True
+            self._largest[:, at:to, blocks.first : blocks.end] = largest
+            one, other = (each.reshape(*each.shape[:2], -1, self._tile)[:, :, :: self._step] for each in pair)
+            for first in range(0, tiles, some := max(1, _BATCH // self._tile)):
+                part = np.s_[:, :, first : first + some]
+                found = _sizes(self._parts.numbers, one[part], other[part], in_double)
+                self._norms[here][part], self._distances[here][part] = found
+
+    def numbers(self, judge: Callable[[Numbers], Numbers]) -> list[float]:
+        """The number of each part: NaN if its bytes are no numbers of its type, infinite if no rounding explains it."""
+        if self._kind is None:
+            return [math.nan] * self._parts.segments
+        one, other = _decode(self._parts.numbers, self._largest).max(axis=2)
+        explained = (np.maximum(one, other) <= _ABSURD * np.minimum(one, other)) & ~self._strange.any(axis=1)
+        least = np.maximum(_FLOOR * self._norms.mean(axis=(1, 2), keepdims=True), np.finfo(np.float32).tiny)
+        numbers = judge(np.minimum(self._distances / np.maximum(self._norms, least), _MOST))
+        return [float(number) for number in np.where(explained, numbers, math.inf)]
 
 
 def _magnitudes(bits: Bits) -> Bits:
@@ -233,35 +280,38 @@ def _magnitudes(bits: Bits) -> Bits:
 
 
 def _largest(bits: Bits) -> Bits:
-    """The bits of the largest magnitude of each row, [rows, numbers]. The largest unsigned integer is the largest
+    """The bits of the largest magnitude of each row, [..., numbers]. The largest unsigned integer is the largest
     negative number, if there is one, and the largest signed integer the largest positive one."""
-    positive = bits.view(f"i{bits.itemsize}").max(axis=1)
-    return np.maximum(_magnitudes(bits.max(axis=1)), np.maximum(positive, 0).view(bits.dtype))
+    positive = bits.view(f"i{bits.itemsize}").max(axis=-1)
+    return np.maximum(_magnitudes(bits.max(axis=-1)), np.maximum(positive, 0).view(bits.dtype))
 
 
 def _sizes(name: str, stored: Bits, computed: Bits, in_double: bool) -> tuple[Numbers, Numbers]:
-    """The sizes of computed tiles, and of their differences from the stored ones, [rows, tiles]. in_double: float32 may
-    be too small for their squares."""
+    """The sizes of computed tiles, and of their differences from the stored ones, [segments, blocks, tiles].
+
+    in_double: float32 may be too small for their squares.
+    """
     first, second = _decode(name, stored), _decode(name, computed)
     sizes = _squares(second)
-    if in_double or sizes.mean(axis=1).min() < _SMALL**2:
+    if in_double or sizes.mean(axis=-1).min() < _SMALL**2:
         first, second = first.astype(np.float64), second.astype(np.float64)
         sizes = _squares(second)
     return np.sqrt(sizes), np.sqrt(_squares(np.subtract(first, second, out=second)))  # in scratch, not in the arena
 
 
 def _squares(tiles: npt.NDArray[Any]) -> Any:
-    """The sum of the squares in each tile, [rows, tiles, numbers]."""
-    return np.einsum("rtv,rtv->rt", tiles, tiles)
+    """The sum of the squares in each tile, [segments, blocks, tiles, numbers]."""
+    return np.einsum("sbtv,sbtv->sbt", tiles, tiles)
 
 
-def _decode(name: str, bits: Bits) -> npt.NDArray[np.float32]:
+def _decode(name: str, bits: Bits) -> Floats:
     """The numbers with these bits; all those of 8 bits are multiplied by one factor, if at all."""
     match name:
         case "float32":
-            return bits.view(np.float32)
+            return cast(Floats, bits.view(np.float32))
         case "bfloat16":
-            return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
+            wide = bits.astype(np.uint32)
+            return cast(Floats, np.left_shift(wide, 16, out=wide).view(np.float32))
         case "float8_e5m2":
             bits = np.left_shift(bits, 8, dtype=np.uint16)
         case "float8_e4m3fn":  # with exponents of five bits, which makes them 256 times smaller
@@ -270,7 +320,7 @@ def _decode(name: str, bits: Bits) -> npt.NDArray[np.float32]:
     return _widen(np.ascontiguousarray(bits).view(np.float16))
 
 
-def _widen(numbers: npt.NDArray[np.float16]) -> npt.NDArray[np.float32]:
+def _widen(numbers: npt.NDArray[np.float16]) -> Floats:
     """The same in float32. numpy takes 20 times as long."""
     import torch
 
@@ -284,13 +334,13 @@ def _widen(numbers: npt.NDArray[np.float16]) -> npt.NDArray[np.float32]:
 def _mean(tiles: Numbers) -> Numbers:
     """The numbers of parts by those of their tiles, [parts, blocks, tiles]."""
     of_blocks = tiles.mean(axis=2)
-    return np.maximum(of_blocks.mean(axis=1), of_blocks.max(axis=1) / _BLOCK_SHARE)
+    return cast(Numbers, np.maximum(of_blocks.mean(axis=1), of_blocks.max(axis=1) / _BLOCK_SHARE))
 
 
 def _least(tiles: Numbers) -> Numbers:
     """The same for models with experts."""
     rows = tiles.reshape(len(tiles), -1)
-    numbers = np.quantile(rows, 0.1, axis=1)
+    numbers: Numbers = np.quantile(rows, 0.1, axis=1)
     if rows.shape[1] >= _RUN:
         for part in np.flatnonzero((rows > _UNRELATED).sum(axis=1) >= _RUN * 3 // 4):
             every = np.lib.stride_tricks.sliding_window_view(rows[part], _RUN)

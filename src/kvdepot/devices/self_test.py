@@ -113,7 +113,8 @@ class _Group:
         self._random = np.random.default_rng()
         layout = blocks.layout
         most = max(2, min(_MOST_BYTES // layout.block_bytes, _MOST_ROWS // len(layout.segments), _MOST_BLOCKS))
-        self.ids = self._random.permutation(np.unique(np.linspace(0, layout.num_blocks - 1, most).astype(np.intp)))
+        chosen = {(layout.num_blocks - 1) * part // (most - 1) for part in range(most)}
+        self.ids = self._random.permutation(np.array(sorted(chosen), np.intp))
         self.size = len(self.ids) * layout.block_bytes
         self.repeats = max(1, min(_MOST_REPEATS, _TIMED_BYTES // self.size))
         pages = Allocator.rounded(self.size) // PAGE
@@ -186,6 +187,9 @@ class _Group:
 
     def _new_rows(self) -> list[Bytes]:
         """Random bytes in the blocks."""
-        rows = [self._random.integers(0, 256, segment.size, np.uint8) for segment, _ in self._rows()]
+        whole, rows, at = self._random.integers(0, 256, self.size, np.uint8), [], 0
+        for segment, _ in self._rows():
+            rows.append(whole[at : at + segment.size])
+            at += segment.size
         self._write(rows)
         return rows

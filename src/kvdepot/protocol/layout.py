@@ -89,7 +89,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     `fingerprint` (32 bytes) is equal for two layouts exactly when the bytes of a chunk mean the same: same layers,
     dtypes, shapes and byte order within a block. It does not depend on the number of blocks.
     numbers: the data types of a block's bytes, in the order of a chunk, each with its number of bytes; without them,
-    chunks cannot be compared (memory/comparison.py).
+    chunks cannot be compared (devices/comparison.py).
     """
 
     mappings: list[Mapping]

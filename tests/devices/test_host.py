@@ -1,0 +1,68 @@
+"""Blocks in the processor's memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvdepot.devices import describe
+from kvdepot.devices.blocks import CopyPiece
+from kvdepot.devices.host import HostBlocks
+from kvdepot.memory.allocator import PAGE
+from kvdepot.protocol.layout import Layout, Mapping, Segment, build_layout
+from tests.devices.conformance import BlocksConformance, Memory
+
+
+class TestHostBlocks(BlocksConformance): ...
+
+
+class SharedFile(Memory):
+    """An arena's bytes in a file in memory, of which other processes have allocated some pages."""
+
+    def __init__(self, pages: int, allocated: range) -> None:
+        self.fd = os.memfd_create("kvdepot-test")
+        os.ftruncate(self.fd, pages * PAGE)
+        os.pwrite(self.fd, bytes(len(allocated) * PAGE), allocated.start * PAGE)
+        self.mapped = mmap.mmap(self.fd, pages * PAGE)
+        self.bytes = np.frombuffer(self.mapped, np.uint8)
+
+    def allocated_pages(self) -> int:
+        return os.fstat(self.fd).st_blocks * 512 // PAGE
+
+    def resident_pages(self) -> int:
+        """Pages that this process has entered."""
+        found = False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if "-" in line.split(" ", 1)[0]:
+                found = line.startswith(f"{self.bytes.ctypes.data:x}-")
+            elif found and line.startswith("Rss:"):
+                return int(line.split()[1]) * 1024 // PAGE
+        raise AssertionError("the file is not mapped")
+
+
+def test_pages_are_entered_when_they_are_first_copied_and_holes_stay_holes() -> None:
+    kv = np.arange(8 * PAGE, dtype=np.uint8)
+    blocks = HostBlocks(Layout([Mapping("kv", len(kv))], [Segment(0, 0, PAGE, PAGE)], 8, bytes(32)), {"kv": kv})
+    arena = SharedFile(256, range(64, 72))
+    assert arena.resident_pages() == 0
+    for _ in range(2):
+        blocks.move(arena, [CopyPiece(((64 * PAGE, 8 * PAGE),), np.arange(8))], True)
+        assert arena.allocated_pages() == 8
+        assert arena.resident_pages() >= 8
+    assert np.array_equal(arena.bytes[64 * PAGE : 72 * PAGE], kv)
+
+
+def test_layers_of_equal_tensors_are_one_stack_and_others_are_not() -> None:
+    """A block of a stack is copied with one call, so small chunks of many layers depend on it."""
+    pool = torch.zeros(3, 3, 9, 4096, dtype=torch.uint8)  # the third part of each is not the layer's
+    others = [torch.zeros(9, 512, dtype=torch.uint8), torch.zeros(9, 4096, dtype=torch.uint8)]
+    views = [describe(tensor, f"layer {i}") for i, tensor in enumerate([*pool[:, :2], *others])]
+    layout = build_layout(views, [1, 1, 1, 0, 0])
+    storages = zip(views[2:], [pool, *others], strict=True)
+    memories = {view.mapping: storage.numpy().reshape(-1) for view, storage in storages}
+    stacks = HostBlocks(layout, memories)._stacks
+    assert [stack.planes.shape for stack in stacks] == [(3, 2, 9, 4096), (1, 1, 9, 512), (1, 1, 9, 4096)]
