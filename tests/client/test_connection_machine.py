@@ -492,15 +492,22 @@ def test_a_server_answers_copies_with_the_same_placements_however_often_they_are
     assert not talk.servers[0].placed
 
 
-def test_a_complete_waits_for_its_server_as_long_as_that_runs() -> None:
+@pytest.mark.parametrize("is_forged", [True, False])
+def test_a_complete_waits_for_its_server_as_long_as_that_runs(is_forged: bool) -> None:
     talk = Talk()
     talk.begin()
     talk.slow = wire.Lookup
     talk.settle()
-    talk.end(dies=False, is_reported=True)
-    talk.pass_time(2 * GRACE_S)
+    if not is_forged:
+        talk.end(dies=False, is_reported=True)
+        talk.pass_time(2 * GRACE_S)
     talk.complete()
     _, completed = talk.outcomes[-1]
+    if is_forged:
+        (number,) = talk.connection.requests.pending
+        talk.coming.append(wire.encode_answer(number.to_bytes(wire.ID_BYTES, "little"), b"impostor", True))
+        talk.hear()
+        talk.end(dies=False, is_reported=True)
     talk.pass_time(5 * GRACE_S)
     assert not completed
     talk.come_back(talk.servers[0])
