@@ -103,7 +103,7 @@ def watch_of(servers: list[Server]) -> Callable[[str, bytes], Server]:
 class Connections(RuleBasedStateMachine):
     """One connection, its network, and the servers at its address, one after the other."""
 
-    slow: UnionType = COPY | wire.Lookup
+    slow: type | UnionType = COPY | wire.Lookup
     """Requests that `settle` leaves to `answer`; it answers those of the kind `refused` with an error."""
     refused: tuple[type, KVDepotError] | None = None
 
@@ -377,7 +377,7 @@ def test_every_phase_but_the_last_can_lose_its_server_and_be_closed() -> None:
 class Talk(Connections):
     """A connection whose server answers at once: all but copies."""
 
-    slow = COPY
+    slow: type | UnionType = COPY
 
     def begin(self) -> list[list[object]]:
         """Meet a server, register, and send it a store and a retrieve. Returns the outcomes of both."""
@@ -474,7 +474,7 @@ def test_copies_are_sent_to_one_successor_of_their_server_and_to_no_third(dies: 
     assert talk.copies() == 4 and all(isinstance(ended[0], Unavailable) for ended in copies)
 
 
-def test_a_server_answers_copies_with_the_same_placements_however_often_they_are_sent() -> None:
+def test_a_server_answers_a_copy_with_one_placement_however_often_it_is_sent() -> None:
     talk = Talk()
     copies = talk.begin()
     for _ in range(3):
