@@ -103,7 +103,7 @@ def watch_of(servers: list[Server]) -> Callable[[str, bytes], Server]:
 class Connections(RuleBasedStateMachine):
     """One connection, its network, and the servers at its address, one after the other."""
 
-    slow: UnionType = COPY | wire.Lookup
+    slow: type | UnionType = COPY | wire.Lookup
     """Requests that `settle` leaves to `answer`; it answers those of the kind `refused` with an error."""
     refused: tuple[type, KVDepotError] | None = None
 
@@ -377,7 +377,7 @@ def test_every_phase_but_the_last_can_lose_its_server_and_be_closed() -> None:
 class Talk(Connections):
     """A connection whose server answers at once: all but copies."""
 
-    slow = COPY
+    slow: type | UnionType = COPY
 
     def begin(self) -> list[list[object]]:
         """Meet a server, register, and send it a store and a retrieve. Returns the outcomes of both."""
@@ -474,7 +474,7 @@ def test_copies_are_sent_to_one_successor_of_their_server_and_to_no_third(dies: 
     assert talk.copies() == 4 and all(isinstance(ended[0], Unavailable) for ended in copies)
 
 
-def test_a_server_answers_copies_with_the_same_placements_however_often_they_are_sent() -> None:
+def test_a_server_answers_a_copy_with_one_placement_however_often_it_is_sent() -> None:
     talk = Talk()
     copies = talk.begin()
     for _ in range(3):
@@ -492,15 +492,22 @@ def test_a_server_answers_copies_with_the_same_placements_however_often_they_are
     assert not talk.servers[0].placed
 
 
-def test_a_complete_waits_for_its_server_as_long_as_that_runs() -> None:
+@pytest.mark.parametrize("is_forged", [True, False])
+def test_a_complete_waits_for_its_server_as_long_as_that_runs(is_forged: bool) -> None:
     talk = Talk()
     talk.begin()
     talk.slow = wire.Lookup
     talk.settle()
-    talk.end(dies=False, is_reported=True)
-    talk.pass_time(2 * GRACE_S)
+    if not is_forged:
+        talk.end(dies=False, is_reported=True)
+        talk.pass_time(2 * GRACE_S)
     talk.complete()
     _, completed = talk.outcomes[-1]
+    if is_forged:
+        (number,) = talk.connection.requests.pending
+        talk.coming.append(wire.encode_answer(number.to_bytes(wire.ID_BYTES, "little"), b"impostor", True))
+        talk.hear()
+        talk.end(dies=False, is_reported=True)
     talk.pass_time(5 * GRACE_S)
     assert not completed
     talk.come_back(talk.servers[0])

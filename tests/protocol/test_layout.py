@@ -349,7 +349,7 @@ def test_a_format_that_no_worker_registers_is_refused(given: BlockFormat) -> Non
     BlockFormat(b"f" * 32, MAX_BLOCK_BYTES).check()
 
 
-def test_chunks_that_are_copied_whole_are_one_block_whose_meaning_is_in_the_fingerprint() -> None:
+def test_a_chunk_copied_whole_is_one_block_whose_fingerprint_has_its_meaning() -> None:
     one = chunk_format(640, "float16 2x8")
     one.check()
     assert one.block_bytes == 640 and one == chunk_format(640, "float16 2x8")
