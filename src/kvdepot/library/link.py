@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from kvdepot.client.calls import OwnClient
 from kvdepot.client.socket import Client
-from kvdepot.errors import BadRequest, LayoutError, Unavailable
+from kvdepot.errors import ArenaError, BadRequest, Unavailable
 from kvdepot.memory.arena_view import ArenaView
 
 
@@ -46,8 +46,8 @@ class Link:
         view = self._view
         if view is None or view.key != (name, boot):
             try:
-                view = self._view = ArenaView(name, boot)
-            except (LayoutError, OSError, ValueError) as exc:  # its file is gone, or address space is short
+                view = self._view = ArenaView(self._client.arena_dir, name, boot)
+            except (ArenaError, OSError, ValueError) as exc:  # its file is gone, or address space is short
                 raise Unavailable(f"the arena cannot be mapped: {exc}") from exc
         return view
 
