@@ -68,9 +68,10 @@ def test_an_arena_that_cannot_be_mapped_leaves_no_file() -> None:
         [
             sys.executable, "-c",
             "import resource, sys; from kvdepot.memory.arena import Arena\n"
+            "from kvdepot.memory.shm import SHM\n"
             "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
             "resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20),) * 2)\n"
-            "try:\n Arena(sys.argv[1], 64 << 20, b'bootboot')\n"
+            "try:\n Arena(SHM, sys.argv[1], 64 << 20, b'bootboot')\n"
             "except Exception as exc:\n print(type(exc).__name__, exc)",
             name,
         ],
@@ -292,7 +293,7 @@ def test_a_server_that_ends_while_a_driver_hangs_keeps_its_blocks_locked(
     else:
         server._copier.submit(Call(None, hanging.hang))
     assert hanging.began.wait(HANG_S)
-    watch = Watch(name, server.boot)
+    watch = Watch(SHM, name, server.boot)
     ending = threading.Thread(target=server.close)
     ending.start()
     ending.join(HANG_S)
