@@ -148,13 +148,14 @@ def ask(connection: socket.socket, path: str) -> None:
 
 def flood(url: str, kind: str) -> None:
     """Send one kind of message as fast as the server takes it, until stdin closes; ready when the first is sent."""
+    from kvdepot.config import arena_folder
     from kvdepot.memory.shm import LivenessFile
     from kvdepot.protocol import wire
 
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
-    liveness = LivenessFile()
+    liveness = LivenessFile(arena_folder())
     socket.connect(url)
     socket.send(wire.encode_request(0, wire.Hello(wire.VERSION, liveness.name, liveness.secret)))
     socket.recv()

@@ -208,7 +208,7 @@ StartDepot = Callable[..., Depot]
 def _no_leftovers() -> Iterator[None]:
     """No server of these tests may leave its arena behind."""
     yield
-    shm.sweep_liveness_files()  # as the next server would: tests kill clients and servers together
+    shm.sweep_liveness_files(SHM)  # as the next server would: tests kill clients and servers together
     left = [name for name in Depot.names if (SHM / name).exists()]
     assert not left, f"left in {SHM}: {left}"
 

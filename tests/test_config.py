@@ -30,6 +30,8 @@ WRONG: list[tuple[str, str]] = [
     ("arena_gib", "nan"),
     ("arena_gib", "1e300"),
     ("arena_name", "a/b"),
+    ("arena_dir", "shm"),
+    ("arena_dir", ""),
     ("chunk_size", "0"),
     ("chunk_size", "atuo"),
     ("chunk_size", str(1 << 30)),
@@ -106,6 +108,18 @@ def test_a_size_that_is_none_is_refused_with_how_to_write_one(name: str, text: s
 def test_a_bare_port_for_http_is_one_of_this_host(tmp_path: Path) -> None:
     for loaded in (load(flags={"http": "7177"}, environ={}), load(write(tmp_path, "http = 7177"), environ={})):
         assert loaded.http == "127.0.0.1:7177"
+
+
+def test_the_folder_of_the_arena_is_a_servers_setting_and_a_clients_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVDEPOT_ARENA_DIR", raising=False)
+    assert load().arena_dir == str(config.arena_folder()) == "/dev/shm"
+    monkeypatch.setenv("KVDEPOT_ARENA_DIR", "/mnt/arena")
+    assert load().arena_dir == str(config.arena_folder()) == "/mnt/arena"
+    assert config.arena_folder("/mnt/other") == Path("/mnt/other"), "what is given counts more"
+    monkeypatch.setenv("KVDEPOT_ARENA_DIR", "arena")
+    for wrong, said in (("", "KVDEPOT_ARENA_DIR: 'arena'"), ("../arena", "arena_dir: '../arena'")):
+        with pytest.raises(ConfigError, match=f"^{said} is not the absolute path of a folder$"):
+            config.arena_folder(wrong)
 
 
 def test_engines_choose_their_chunk_size_unless_a_number_or_a_remote_tier_forbids_it(tmp_path: Path) -> None:

@@ -69,6 +69,19 @@ def home_url() -> str:
     return f"ipc://{home / 'depot.sock'}"
 
 
+def arena_folder(given: str = "") -> Path:
+    """The folder of the arena and the liveness files, for a client: as given, or `KVDEPOT_ARENA_DIR`, or /dev/shm.
+    Raises ConfigError."""
+    found = given or os.environ.get(f"{_PREFIX}ARENA_DIR", str(SHM))
+    if fault := _fault_of_folder(found):
+        raise ConfigError(f"{'arena_dir' if given else f'{_PREFIX}ARENA_DIR'}: {fault}")
+    return Path(found)
+
+
+def _fault_of_folder(path: str) -> str:
+    return "" if Path(path).is_absolute() and "\0" not in path else f"{path!r} is not the absolute path of a folder"
+
+
 def default_key() -> str:
     """The key file of this process's clients; empty if none is set."""
     return os.environ.get("KVDEPOT_KEY", "")
@@ -163,7 +176,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: Annotated[
         str, _access("folder of `kvdepot keygen`; clients then need a key; required for TCP beyond this host", "DIR")
     ] = ""
-    arena_name: Annotated[str, _memory("name of the arena in /dev/shm; empty = derived from user and url", "NAME")] = ""
+    arena_dir: Annotated[
+        str, _memory("folder of a tmpfs for the arena; clients see the same one at KVDEPOT_ARENA_DIR", "DIR")
+    ] = str(SHM)
+    arena_name: Annotated[str, _memory("name of the arena's file; empty = derived from user and url", "NAME")] = ""
     copy_threads: Annotated[int, _copies("threads that copy KV", ge=1, le=256)] = 2
     gpu_staging_mib: Annotated[
         int, _copies("device memory that copies may use on each GPU in use, in MiB or as 1GiB", "SIZE", ge=0, le=4096)
@@ -250,6 +266,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         names = [parse(tier).name for tier in self.tiers]
         if len(set(names)) < len(names):
             raise ValueError(f"tiers: duplicate tier among {', '.join(names)}")
+        if fault := _fault_of_folder(self.arena_dir):
+            raise ValueError(f"arena_dir: {fault}")
         if self.arena_name and not re.fullmatch(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,199}", self.arena_name):
             raise ValueError(f"arena_name: {self.arena_name!r} is not a plain file name")
 
@@ -297,7 +315,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def arena(self) -> str:
-        """Name of the arena's file in /dev/shm."""
+        """Name of the arena's file in `arena_dir`."""
         import hashlib  # it loads OpenSSL, which only the server needs
 
         made = f"kvdepot-{os.geteuid()}-{hashlib.sha256(self.url.encode()).hexdigest()[:12]}"
@@ -309,7 +327,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         free, so that it keeps its size."""
         if self.arena_gib:
             return int(self.arena_gib * GIB)
-        return min([_DEFAULT_ARENA, default_arena(limits(), allocated(self.arena))])
+        folder = Path(self.arena_dir)
+        return min([_DEFAULT_ARENA, default_arena(limits(folder), allocated(folder, self.arena))])
 
 
 @functools.cache

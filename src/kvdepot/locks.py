@@ -1,9 +1,10 @@
 """File locks that show whether a file's owner lives.
 
 Invariant: the owner of a file holds `flock` on it as long as it lives. The kernel releases the lock only when the
-process and its mappings are gone, even after `kill -9`; so a lock that can be taken proves that its owner no longer
-touches memory. `flock` belongs to the open file, not to the process: a forked child that does not exec would keep its
-parent alive, so the files that `lock` has locked are closed in children that Python forks.
+process and its mappings are gone, even after `kill -9`; so a lock that can be taken proves that no instruction of its
+owner touches memory any more (work that it gave to a GPU may go on for a moment). `flock` belongs to the open file, not
+to the process: a forked child that does not exec would keep its parent alive, so the files that `lock` has locked are
+closed in children that Python forks.
 
 A **use** is a second, shared lock (`fcntl`, of the open file) on a range of bytes, which is independent of the owner's:
 whoever copies to or from this range of another's file holds it meanwhile.

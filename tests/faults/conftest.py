@@ -77,7 +77,7 @@ def _tasks(pid: int) -> list[str]:
     return [path.name for path in Path(f"/proc/{pid}/task").iterdir()]
 
 
-def _python_path() -> str:
+def python_path() -> str:
     """Where the tests are too, for a process that begins in another folder."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
@@ -93,7 +93,7 @@ class Nursery:
             pass_fds=[theirs.fileno()],
             cwd=ROOT,
             # A process that forks must have one thread.
-            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": _python_path()},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": python_path()},
         )
         theirs.close()
         self._channel = ours

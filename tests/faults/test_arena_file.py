@@ -153,7 +153,7 @@ def test_whichever_bit_of_the_header_is_flipped_the_arena_is_refused_and_left_al
         flip(path, [offset], chance)
         before = path.read_bytes()
         with pytest.raises(ArenaError, match=left.name):
-            Arena(left.name, ARENA_BYTES, b"new boot")
+            Arena(SHM, left.name, ARENA_BYTES, b"new boot")
         assert path.read_bytes() == before, f"byte {offset}: refused, and changed all the same"
         path.write_bytes(contents)
     flip(path, [20], chance)

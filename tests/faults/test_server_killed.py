@@ -125,7 +125,7 @@ def test_a_tail_that_was_being_written_at_a_kill_of_both_sides_is_gone(
 
 def sound(depot: Depot, tails: list[int], widths: tuple[int, int], has_half: bool = False) -> Report:
     """The audit of a killed server's arena: it has these tails, each record its bytes, and memory is accounted."""
-    report = audit(depot.name)
+    report = audit(SHM, depot.name)
     whole, first = CHUNKS + len(tails), has_half and report.chunks % 2 == 0
     assert not report.problems and report.summed_shards == report.shards == report.chunks
     assert report.chunks == whole + 1 + len(tails) + first

@@ -159,7 +159,7 @@ def test_the_socket_alone_is_not_enough_but_may_be_beside_a_common_ipc_namespace
     with volume() as run, server(
         "--env", f"KVDEPOT_URL={url}", "--volume", f"{run}:/run/kvdepot", "--shm-size", "512m"
     ) as name:  # fmt: skip
-        assert "do both share /dev/shm?" in registers("--volume", f"{run}:/run/kvdepot", url=url)
+        assert "the server's arena is not visible here" in registers("--volume", f"{run}:/run/kvdepot", url=url)
         assert registers("--volume", f"{run}:/run/kvdepot", "--ipc", f"container:{name}", url=url) == "registered"
 
 

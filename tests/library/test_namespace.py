@@ -19,8 +19,7 @@ import kvdepot
 from kvdepot import Shape, State
 from kvdepot.errors import BadRequest, Unavailable
 from kvdepot.library.shapes import ITEM_BYTES
-from kvdepot.memory import shm
-from tests.conftest import HANG_S, Depot, StartDepot
+from tests.conftest import HANG_S, SHM, Depot, StartDepot
 from tests.library.conftest import Connect, MakeNamespace, at_rest
 from tests.library.kv import SMALL, TOKENS, Array, cut, open_namespace, random_kv, random_tokens
 from tests.programs import hidden, module
@@ -570,7 +569,7 @@ def test_bytes_that_change_in_the_arena_are_not_served(start_depot: StartDepot, 
     ns = open_namespace(depot, "1")
     tokens, kv = random_tokens(3 * TOKENS), random_kv(SMALL, 3 * TOKENS)
     ns.put(tokens, kv)
-    path = shm.shm_path(server.name)
+    path = SHM / server.name
     second = cut(kv, SMALL, TOKENS, 2 * TOKENS)[0, 0].tobytes()[:64]
     with path.open("r+b") as file:
         at = file.read().index(second)

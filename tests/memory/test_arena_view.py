@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import pytest
 
 from kvdepot import locks
-from kvdepot.errors import ArenaError, KVDepotError, Unavailable
+from kvdepot.errors import ArenaError, KVDepotError, ProtocolError, Unavailable
 from kvdepot.memory import arena as arena_module
 from kvdepot.memory import arena_view
 from kvdepot.memory.allocator import PAGE
@@ -30,7 +30,7 @@ AT = SIZE // 2
 
 def die(name: str) -> None:
     """Leave an arena as a server does that dies."""
-    Arena(name, SIZE, FIRST).close(remove=False)
+    Arena(SHM, name, SIZE, FIRST).close(remove=False)
 
 
 def boot_of(name: str) -> bytes:
@@ -46,26 +46,26 @@ def boot_of(name: str) -> bytes:
 def test_a_view_is_of_one_run_of_a_server(name: str) -> None:
     die(name)
     with pytest.raises(Unavailable):
-        ArenaView(name, SECOND)
+        ArenaView(SHM, name, SECOND)
     (SHM / name).write_bytes(b"\0" * SIZE)
     with pytest.raises(Unavailable):
-        ArenaView(name, FIRST)
+        ArenaView(SHM, name, FIRST)
     (SHM / name).write_bytes(b"something else" * 1000)
     with pytest.raises(ArenaError):
-        ArenaView(name, FIRST)
+        ArenaView(SHM, name, FIRST)
     (SHM / name).unlink()
     with pytest.raises(KVDepotError):
-        ArenaView(name, FIRST)
+        ArenaView(SHM, name, FIRST)
 
 
 def test_a_successor_takes_over_at_once_and_knows_what_is_in_use(name: str) -> None:
     die(name)
-    views = [ArenaView(name, FIRST), ArenaView(name, FIRST)]
+    views = [ArenaView(SHM, name, FIRST), ArenaView(SHM, name, FIRST)]
     with ExitStack() as uses:
         uses.enter_context(views[1].use([(AT + 2 * PAGE, PAGE), (AT, PAGE), (AT + PAGE, 10)]))
         seen = uses.enter_context(views[0].use([(AT + PAGE, PAGE)]))
         with views[0].use([(AT, PAGE), (AT + 8 * PAGE, PAGE)]):
-            successor = Arena(name, SIZE, SECOND)
+            successor = Arena(SHM, name, SIZE, SECOND)
         assert boot_of(name) == SECOND and successor.taken_over
         assert joined(successor.in_use) == [(AT, 3 * PAGE), (AT + 8 * PAGE, PAGE)]
         seen[AT + PAGE] = 7
@@ -80,14 +80,28 @@ def test_a_successor_takes_over_at_once_and_knows_what_is_in_use(name: str) -> N
     successor.close()
 
 
+@pytest.mark.parametrize(
+    "place", [(SIZE - PAGE, PAGE + 1), (SIZE, 1), (0, PAGE), (AT, 0), (AT, -1), (-PAGE, PAGE), (1 << 62, 1 << 62)]
+)
+def test_a_place_outside_the_arenas_chunks_is_refused_and_nothing_is_used(name: str, place: tuple[int, int]) -> None:
+    """Header and records are not a client's to write, and what is behind the end would end the process (SIGBUS)."""
+    die(name)
+    view = ArenaView(SHM, name, FIRST)
+    with pytest.raises(ProtocolError, match="outside"), view.use([(AT, PAGE), place]):
+        pytest.fail("a use of it began")
+    assert not view._uses
+    with view.use([(SIZE - PAGE, PAGE)]) as seen:
+        seen[SIZE - 1] = 1
+
+
 def joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(start, end - start) for start, end in arena_view._joined(ranges)]
 
 
 def test_a_use_of_many_places_is_one_of_all_between_them(name: str) -> None:
     die(name)
-    with ArenaView(name, FIRST).use((SIZE - at * 2 * PAGE, PAGE) for at in range(1, 300)):
-        successor = Arena(name, SIZE, SECOND)
+    with ArenaView(SHM, name, FIRST).use((SIZE - at * 2 * PAGE, PAGE) for at in range(1, 300)):
+        successor = Arena(SHM, name, SIZE, SECOND)
         assert successor.in_use == [(SIZE - 598 * PAGE, 597 * PAGE)]
     successor.close()
 
@@ -99,14 +113,15 @@ def test_a_use_that_cannot_go_on_costs_the_successor_what_was_stored(
     """Of bytes behind the end of a smaller arena; or, by a client of an earlier version, of nobody knows what."""
     monkeypatch.setattr(arena_module, "_USE_WAIT_S", 0.05)
     die(name)
-    view = ArenaView(name, FIRST)
-    with view.use([(0 if earlier else SIZE - PAGE, PAGE)]) as seen:
+    view = ArenaView(SHM, name, FIRST)
+    with view.use([(AT if earlier else SIZE - PAGE, PAGE)]) as seen:
         if earlier:
+            locks.use(view._fd, 0, 1)  # as its clients did
             header = ArenaHeader.read(view._fd, name)
             assert header is not None
             os.pwrite(view._fd, header._replace(version=EARLIER).pack(), 0)
         with caplog.at_level(logging.WARNING):
-            successor = Arena(name, SIZE if earlier else SIZE - PAGE, SECOND)
+            successor = Arena(SHM, name, SIZE if earlier else SIZE - PAGE, SECOND)
         assert "empty arena" in caplog.text
         assert not successor.taken_over and not successor.in_use
         # Its descriptor has to have a lower number than any that is opened later (memory/arena.py).
@@ -116,7 +131,7 @@ def test_a_use_that_cannot_go_on_costs_the_successor_what_was_stored(
         seen[AT] = 9  # the stopped program goes on
         assert successor.bytes[AT] == 0
     assert boot_of(name) == SECOND
-    with ArenaView(name, SECOND).use([(AT, PAGE)]) as seen:
+    with ArenaView(SHM, name, SECOND).use([(AT, PAGE)]) as seen:
         assert seen[AT] == 0
     successor.close()
 
@@ -127,7 +142,7 @@ def test_an_arena_of_the_earlier_version_is_taken_over_and_becomes_one_of_this(n
     header = ArenaHeader.read(fd, name)
     assert header is not None
     os.pwrite(fd, header._replace(version=EARLIER).pack(), 0)
-    successor = Arena(name, SIZE, SECOND)
+    successor = Arena(SHM, name, SIZE, SECOND)
     assert successor.taken_over and ArenaHeader.read(fd, name) == header._replace(boot=SECOND)
     os.close(fd)
     successor.close()
@@ -136,7 +151,8 @@ def test_an_arena_of_the_earlier_version_is_taken_over_and_becomes_one_of_this(n
 KILLED = """
 import sys
 from kvdepot.memory.arena_view import ArenaView
-view = ArenaView(sys.argv[1], sys.argv[2].encode())
+from kvdepot.memory.shm import SHM
+view = ArenaView(SHM, sys.argv[1], sys.argv[2].encode())
 with view.use([(int(sys.argv[3]), 4096)]):
     print("uses", flush=True)
     sys.stdin.read()
@@ -151,7 +167,7 @@ def test_the_use_of_a_killed_program_ends(name: str) -> None:
         preexec_fn=lambda: die_with_parent(parent),
     ) as program:  # fmt: skip
         assert program.stdout is not None and program.stdout.readline() == b"uses\n"
-        successor = Arena(name, SIZE, SECOND)
+        successor = Arena(SHM, name, SIZE, SECOND)
         assert successor.in_use == [(AT, PAGE)]
         program.kill()
         program.wait(HANG_S)
@@ -161,7 +177,7 @@ def test_the_use_of_a_killed_program_ends(name: str) -> None:
 
 def test_a_use_that_was_interrupted_before_it_had_the_lock_is_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     die(name)
-    view = ArenaView(name, FIRST)
+    view = ArenaView(SHM, name, FIRST)
     other = os.open(SHM / name, os.O_RDWR)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(locks, "use", interrupt)
@@ -189,7 +205,7 @@ def test_a_kernel_that_cannot_tell_proves_no_copy_ended(name: str, monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "fcntl", fail)
-        successor = Arena(name, SIZE, SECOND)
+        successor = Arena(SHM, name, SIZE, SECOND)
         ((start, size),) = successor.in_use
         assert start == successor.header.chunks_start and start + size == SIZE
     successor.close()
@@ -202,8 +218,8 @@ def test_without_locks_of_open_files_a_server_starts_and_a_use_is_refused(
     monkeypatch.setattr(fcntl, "F_OFD_SETLK", 99)
     monkeypatch.setattr(fcntl, "F_OFD_GETLK", 99)
     die(name)
-    successor = Arena(name, SIZE, SECOND)
-    view = ArenaView(name, SECOND)
+    successor = Arena(SHM, name, SIZE, SECOND)
+    view = ArenaView(SHM, name, SECOND)
     for _ in range(2):
         with pytest.raises(KVDepotError), view.use([(AT, PAGE)]):
             pytest.fail("a use began without a lock")

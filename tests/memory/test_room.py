@@ -33,7 +33,7 @@ def tree(root: Path, cgroup: str, mounts: str, **files: int | str) -> dict[str, 
         path = root / "sys/fs/cgroup" / name.replace("__", "/").replace("-", ".")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{content}\n")
-    found = [each for each in limits(root) if each.what != "/dev/shm"]
+    found = [each for each in limits(Path("/dev/shm"), root) if each.what != "/dev/shm"]
     assert [each.free for each in found] == sorted(each.free for each in found), "the tightest comes first"
     return {each.what: (each.most // GIB, each.free // GIB, each.is_hard) for each in found}
 
@@ -124,7 +124,23 @@ MIB = 1 << 20
     ],
 )  # fmt: skip
 def test_an_arena_that_nobody_sized_leaves_engines_their_share(shm_mib: int, machine_mib: int, arena_mib: int) -> None:
-    bounds = [Limit("/dev/shm", shm_mib * MIB, shm_mib * MIB, ""), Limit("this machine", GIB, machine_mib * MIB, "")]
+    shm = Limit("/dev/shm", shm_mib * MIB, shm_mib * MIB, "", is_shm=True)
+    bounds = [shm, Limit("this machine", GIB, machine_mib * MIB, "")]
     assert default_arena(bounds, 0) // MIB == arena_mib
     bounds = [each._replace(free=each.free - 10 * MIB) for each in bounds]
     assert default_arena(bounds, 10 * MIB) // MIB == arena_mib, "an earlier server's arena counts as free"
+
+
+def test_of_a_folder_that_is_not_dev_shm_an_arena_leaves_engines_nothing() -> None:
+    assert default_arena([Limit("/mnt/arena", 300 * MIB, 300 * MIB, "")], 0) == 75 * MIB
+
+
+def test_the_room_of_the_arenas_folder_is_a_limit_whatever_folder_it_is(tmp_path: Path) -> None:
+    def of(folder: Path) -> list[Limit]:
+        return [each for each in limits(folder, tmp_path) if each.what == str(folder)]
+
+    (found,) = of(tmp_path)
+    assert 0 < found.free <= found.most == os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
+    assert not found.is_shm and str(tmp_path) in found.advice
+    assert [each.is_shm for each in of(Path("/dev/shm"))] == [True] * (os.statvfs("/dev/shm").f_blocks > 0)
+    assert of(tmp_path / "none") == []

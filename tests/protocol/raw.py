@@ -11,7 +11,7 @@ import zmq
 from kvdepot import errors
 from kvdepot.errors import KVDepotError
 from kvdepot.memory.arena_header import Watch
-from kvdepot.memory.shm import LivenessFile
+from kvdepot.memory.shm import SHM, LivenessFile
 from kvdepot.protocol import handshake, wire
 from tests.conftest import HANG_S, Depot
 
@@ -24,7 +24,7 @@ class Raw:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(depot.url)
         self._numbers = itertools.count(1)
-        self.liveness = LivenessFile()
+        self.liveness = LivenessFile(SHM)
         self._sealed = handshake.is_open_to_all(depot.url)
         self._seals: list[handshake.Seal] = []  # of what we send; and an older one that may still be answered with
         self._boot = b""
@@ -69,7 +69,7 @@ class Raw:
         if not isinstance(value, list):
             return value
         proof = msgspec.convert(value, wire.Proof)
-        watch = Watch(proof.arena, self._boot)
+        watch = Watch(SHM, proof.arena, self._boot)
         prove, seal = offer.accept(proof, self._boot, watch.secret)
         watch.close()
         number = next(self._numbers)

@@ -316,7 +316,7 @@ class OldHello(msgspec.Struct, tag="Hello", array_like=True, frozen=True):
 
 
 def test_a_client_of_the_last_version_is_told_so_by_this_server(start_depot: StartDepot) -> None:
-    raw, liveness = Raw(start_depot(arena_mib=8)), LivenessFile()
+    raw, liveness = Raw(start_depot(arena_mib=8)), LivenessFile(SHM)
     refused = raw.ask_bytes(msgspec.msgpack.encode(OldHello(3, liveness.name, liveness.secret)))
     assert type(refused) is VersionMismatch and "protocol 3" in str(refused)
     raw.close()

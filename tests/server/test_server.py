@@ -67,9 +67,10 @@ def test_an_arena_that_cannot_be_mapped_leaves_no_file() -> None:
         [
             sys.executable, "-c",
             "import resource, sys; from kvdepot.memory.arena import Arena\n"
+            "from kvdepot.memory.shm import SHM\n"
             "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
             "resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20),) * 2)\n"
-            "try:\n Arena(sys.argv[1], 64 << 20, b'bootboot')\n"
+            "try:\n Arena(SHM, sys.argv[1], 64 << 20, b'bootboot')\n"
             "except Exception as exc:\n print(type(exc).__name__, exc)",
             name,
         ],

@@ -33,6 +33,7 @@ from kvdepot.cli.connect import interrupted_by_signals
 from kvdepot.cli.output import Progress, clean, print_json, progress
 from kvdepot.client import admin
 from kvdepot.client.launch import Embedded
+from kvdepot.config import arena_folder
 from kvdepot.errors import ConfigError, DeadlineExceeded, Unavailable
 from kvdepot.memory import shm
 from kvdepot.processes import module_command
@@ -246,11 +247,8 @@ def _certify(folder: Path, words: Sequence[str], prompts: Prompts, update: Progr
     """Run all. An interrupt ends it, and does not disturb the end."""
 
     def remove_left() -> None:  # by engines that had to be killed
-        for name in {name for name, _ in shm.left_tensors()} - before:
-            shm.remove_left_tensors(name)
-        shm.sweep_liveness_files()
+        shm.sweep_liveness_files(arena_folder())
 
-    before = {name for name, _ in shm.left_tensors()}
     with ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
         stack.callback(remove_left)

@@ -1,4 +1,4 @@
-"""`kvdepot check`: whether an arena's records agree with each other and with its bytes; and what engines have left.
+"""`kvdepot check`: whether an arena's records agree with each other and with its bytes.
 
 Invariant: it changes no arena. It checks a snapshot of an arena in use, and does not report what the server changed in
 the meantime. A server drops damaged records when it starts, and a damaged chunk when an engine asks for it.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import click
 import numpy as np
@@ -21,7 +21,7 @@ from kvdepot.cli.output import progress, show
 from kvdepot.config import load
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import Restored, restore
-from kvdepot.errors import ArenaError, LayoutError
+from kvdepot.errors import ArenaError
 from kvdepot.eviction import Lru
 from kvdepot.memory import shm
 from kvdepot.memory.allocator import PAGE, Allocator
@@ -36,26 +36,18 @@ _PROGRESS_CHUNKS = 64
 
 @click.command()
 @click.option("-u", "--url", metavar="URL", help="the arena of the server at this endpoint")
-@click.option("--arena-name", metavar="NAME", help="the arena of this name in /dev/shm")
-@click.option("--remove-left", is_flag=True, help="instead, remove KV in /dev/shm that ended engines have left")
-@click.option("--dry-run", is_flag=True, help="with --remove-left: only show what it would remove")
+@click.option("--arena-name", metavar="NAME", help="the arena of this name")
+@click.option("--arena-dir", metavar="DIR", help="the folder of the arena (default: KVDEPOT_ARENA_DIR, or /dev/shm)")
 @options.as_json
-def check(remove_left: bool, dry_run: bool, as_json: bool, **flags: str | None) -> int:
+def check(as_json: bool, **flags: str | None) -> int:
     """Verify the arena of a running or stopped server: its records and checksums. Exit code 1 if something is wrong.
 
-    Also counts the KV that engines which were killed have left in /dev/shm. What is damaged in an arena is lost:
-    a server drops bad records when it starts, and --verify always finds each bad chunk before an engine loads it.
+    What is damaged in an arena is lost: a server drops bad records when it starts, and --verify always finds each bad
+    chunk before an engine loads it.
     """
-    removes = remove_left and not dry_run
-    left = {name: taken for name, taken in shm.left_tensors() if not removes or shm.remove_left_tensors(name)}
-    what = f"{plural(len(left), 'file')} of ended engines, {size(sum(left.values()))}"
-    if remove_left:
-        show(as_json, left, f"removed {what}" if removes else f"would remove {what}")
-        return 0
-    if left:
-        print(f"kvdepot: {what}: --remove-left removes them", file=sys.stderr)
+    config = load(flags=flags)
     with progress() as update:
-        report = audit(load(flags=flags).arena, lambda done, total: update("reading chunks", done, total))
+        report = audit(Path(config.arena_dir), config.arena, lambda done, total: update("reading chunks", done, total))
     show(as_json, report, *report.lines())
     return 1 if report.problems else 0
 
@@ -86,19 +78,19 @@ class Report:
         ]
 
 
-def audit(name: str, progress: Callable[[int, int], None] = lambda done, total: None) -> Report:
-    """Check the arena of that name. Blocks while it reads every chunk with a checksum.
+def audit(folder: Path, name: str, progress: Callable[[int, int], None] = lambda done, total: None) -> Report:
+    """Check the arena of that name in a folder. Blocks while it reads every chunk with a checksum.
 
     progress: called with the number of chunks checked, and of all.
     Raises ArenaError if the file is not an arena of this format, or not ours.
     """
-    path = shm.shm_path(name)
+    path = shm.path_of(folder, name)
     try:
-        fd = shm.open_shared(name)
-    except LayoutError as exc:
+        fd = shm.open_shared(folder, name)
+    except ArenaError as exc:
         raise ArenaError(
-            f"no arena to check: {exc}; a stopping server removes its arena unless it has --on-stop keep; --url or "
-            "--arena-name selects another arena"
+            f"no arena to check: {exc}; a stopping server removes its arena unless it has --on-stop keep; --url, "
+            "--arena-name and --arena-dir select another arena"
         ) from exc
     try:
         # Do not lock it only to read: clients would take us for the server that died.

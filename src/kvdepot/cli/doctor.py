@@ -22,13 +22,12 @@ import msgspec
 
 from kvdepot import __version__, install
 from kvdepot.cli import options
-from kvdepot.cli.connect import connect
 from kvdepot.cli.inspection import reason
 from kvdepot.cli.output import clean, print_json, progress
 from kvdepot.cli.status import ask_health
 from kvdepot.client import admin
 from kvdepot.config import Config, default_key, load, odd_chunk_size, stray_variables
-from kvdepot.errors import ConfigError, DeviceError, KVDepotError
+from kvdepot.errors import ArenaError, ConfigError, DeviceError, KVDepotError
 from kvdepot.memory import shm
 from kvdepot.memory.room import allocated, limits
 from kvdepot.protocol.addresses import socket_path
@@ -121,7 +120,7 @@ def _gather(file: str | None, server: options.Address) -> Facts:
             config = load(environ={})
     status, silence = None, None
     try:
-        with admin.connect(config.url, key, _ANSWER_S) as client:
+        with admin.connect(config.url, key, _ANSWER_S, config.arena_dir) as client:
             status = admin.status(client, _ANSWER_S)
     except KVDepotError as exc:
         what, _, advice = str(exc).partition("; ")
@@ -157,22 +156,27 @@ def _settings(facts: Facts) -> Iterator[Said]:
 
 def _memory(facts: Facts) -> Iterator[Said]:
     """The arena beside every bound of the memory here; a running server's is allocated already."""
-    if not os.access(shm.SHM, os.W_OK):
-        advice = f"make it writable for this user, or mount it: mkdir -p {shm.SHM} && mount -t tmpfs tmpfs {shm.SHM}"
-        yield "fail", f"{shm.SHM}, where the arena is a file, is not there or not writable", advice
+    folder = Path(facts.config.arena_dir)
+    try:
+        shm.check_folder(folder)
+    except ArenaError as exc:
+        what, _, advice = str(exc).partition("; ")
+        yield "fail", what, advice
         return
-    now, there = facts.server if socket_path(facts.config.url) else None, allocated(facts.config.arena)
+    now, there = facts.server if socket_path(facts.config.url) else None, allocated(folder, facts.config.arena)
     wanted = facts.config.arena_bytes if now is None else now.capacity_bytes
     whose = "the arena" if now is None else "the running server's arena"
     yield "ok", f"{whose} takes {size(wanted)}"
-    for limit in limits():
-        text, is_shm = f"{limit.what}: {size(limit.free)} of {size(limit.most)} available", limit.what == str(shm.SHM)
-        # A running server's arena counts as allocated but in /dev/shm, where it may have another name, too.
-        left = limit.free - (max(0, wanted - there) if now is None or (is_shm and there) else 0)
+    clients = plural(shm.liveness_files(folder), "client")
+    yield "ok", f"{folder} holds {size(there)} of {facts.config.arena}, and the liveness files of {clients}"
+    for limit in limits(folder):
+        text, is_folder = f"{limit.what}: {size(limit.free)} of {size(limit.most)} available", limit.what == str(folder)
+        # A running server's arena counts as allocated but in the folder, where it may have another name, too.
+        left = limit.free - (max(0, wanted - there) if now is None or (is_folder and there) else 0)
         if left < 0:
-            never = limit.is_hard and (wanted > limit.most or is_shm)
+            never = limit.is_hard and (wanted > limit.most or is_folder)
             yield "fail" if never else "warn", text, f"the arena does not fit: lower --arena-gib, or {limit.advice}"
-        elif is_shm and left < limit.most // 20:
+        elif limit.is_shm and left < limit.most // 20:
             yield "warn", f"{text}, which leaves little for engines", limit.advice
         else:
             yield "ok", text
@@ -294,7 +298,9 @@ def _hits(facts: Facts) -> Iterator[Said]:
         return
     text = f"{now.tokens.found:,} of {now.tokens.asked:,} tokens that engines asked for were found"
     if not now.tokens.found:
-        with contextlib.suppress(KVDepotError), connect(options.Address(facts.config.url, facts.key or None)) as client:
+        config = facts.config
+        asked = admin.connect(config.url, facts.key, _ANSWER_S, config.arena_dir)
+        with contextlib.suppress(KVDepotError), asked as client:
             text += f"; the last time, {reason(admin.why(client).lookups[-1])}"
     yield "ok" if now.tokens.found else "warn", text, "`kvdepot why` explains the last request that found nothing"
 

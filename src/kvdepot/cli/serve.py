@@ -23,7 +23,6 @@ from kvdepot.cli.output import clean, print_json, show
 from kvdepot.config import Config, in_text, load, load_with_sources, masked, odd_chunk_size, stray_variables
 from kvdepot.errors import ConfigError, Unavailable
 from kvdepot.memory.room import allocated, limits
-from kvdepot.memory.shm import SHM
 from kvdepot.protocol.addresses import socket_path
 from kvdepot.protocol.curve import generate
 from kvdepot.protocol.endpoints import holder, lock_file
@@ -100,11 +99,12 @@ def check_memory(config: Config) -> None:
     """Warn of an arena that does not suit the memory here.
 
     Raises ConfigError if it exceeds a hard limit: filling it would end this process, or an engine that shares the
-    limit. The arena itself compares its size with /dev/shm.
+    limit. The arena itself compares its size with its folder.
     """
-    arena, found = config.arena_bytes, limits()
+    folder = Path(config.arena_dir)
+    arena, found = config.arena_bytes, limits(folder)
     for limit in found:
-        if arena > limit.most and limit.is_hard and limit.what != str(SHM):
+        if arena > limit.most and limit.is_hard and limit.what != str(folder):
             raise ConfigError(
                 f"an arena of {size(arena)} exceeds the {size(limit.most)} that {limit.what} allows: lower "
                 f"--arena-gib, or {limit.advice}"
@@ -112,7 +112,7 @@ def check_memory(config: Config) -> None:
     if not found:
         return
     tightest = found[0]
-    free = tightest.free + allocated(config.arena)
+    free = tightest.free + allocated(folder, config.arena)
     if not config.arena_gib and arena < _SMALL_ARENA:
         log.warning(
             "the arena has %s only, because %s is free in %s: set --arena-gib, or %s",

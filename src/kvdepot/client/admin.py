@@ -37,9 +37,10 @@ msgspec.convert([], list[ChunkStatus])  # at import, since msgspec crashes if tw
 
 
 @contextmanager
-def connect(url: str, key: str = "", timeout_s: float = CONNECT_S) -> Iterator[Client]:
-    """A client that has been welcomed. Raises Unavailable without a server, ConfigError for a bad key file."""
-    client = OwnClient(url, key)
+def connect(url: str, key: str = "", timeout_s: float = CONNECT_S, arena_dir: str = "") -> Iterator[Client]:
+    """A client that has been welcomed; arguments as for Client. Raises Unavailable without a server, ConfigError for a
+    bad key file, ArenaError for a bad folder."""
+    client = OwnClient(url, key, arena_dir=arena_dir)
     try:
         client.learn_chunk_size(timeout_s)
         yield client

@@ -20,11 +20,11 @@ T = TypeVar("T")
 class OwnClient(Client):
     """A client with a ZeroMQ context of its own, which ends with it."""
 
-    def __init__(self, url: str, key: str | Key = "", engine: str = "") -> None:
+    def __init__(self, url: str, key: str | Key = "", engine: str = "", arena_dir: str = "") -> None:
         """Arguments and errors: see Client. A name of an engine that is too long is cut."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            super().__init__(url, self._context, key=key, engine=engine[: wire.MAX_CLIENT_NAME])
+            super().__init__(url, self._context, key=key, engine=engine[: wire.MAX_CLIENT_NAME], arena_dir=arena_dir)
         except BaseException:
             self._context.term()
             raise

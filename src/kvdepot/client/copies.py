@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
-from kvdepot.errors import LayoutError, ProtocolError, Unavailable
+from kvdepot.errors import ArenaError, ProtocolError, Unavailable
 from kvdepot.memory.arena_view import ArenaView
 from kvdepot.memory.extents import checksum
 from kvdepot.protocol import wire
@@ -23,7 +24,9 @@ COMPLETE_TRIES, BUSY_S = 20, 0.5
 class Arenas:
     """The arenas that a client has mapped: of the server's last run, and of the run before. Any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        """folder: of the arenas, as this process sees it."""
+        self._folder = folder
         self._lock = threading.Lock()
         self._views: list[ArenaView] = []
 
@@ -33,8 +36,8 @@ class Arenas:
             found = next((view for view in self._views if view.key == (name, boot)), None)
             if found is None:
                 try:
-                    found = ArenaView(name, boot)
-                except (LayoutError, OSError, ValueError) as exc:  # its file is gone, or address space is short
+                    found = ArenaView(self._folder, name, boot)
+                except (ArenaError, OSError, ValueError) as exc:  # its file is gone, or address space is short
                     raise Unavailable(f"the arena cannot be mapped: {exc}") from exc
                 self._views = [*self._views[-1:], found]
             return found

@@ -193,7 +193,7 @@ class Lane:
     def __init__(self, client: Client, called: str = "kvdepot-lane") -> None:
         """client: used by the lane while it is open; close the lane first. called: the thread's name; empty: there is
         no thread, and the caller calls `turn`."""
-        self.arenas = Arenas()
+        self.arenas = Arenas(client.arena_dir)
         self._client = client
         self._called = called
         self._changed = threading.Condition(threading.Lock())  # an operation has ended, or a slice was copied
@@ -679,7 +679,7 @@ class Lane:
         for blocks in memories.values():
             with contextlib.suppress(Exception):  # a device that is lost
                 blocks.close()
-        self.arenas = Arenas()
+        self.arenas = Arenas(self._client.arena_dir)
         if fd >= 0:
             os.close(fd)
 

@@ -18,8 +18,10 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from kvdepot import locks
+from kvdepot.config import arena_folder
 from kvdepot.errors import KVDepotError, Unavailable
 from kvdepot.memory import shm
 from kvdepot.processes import module_command
@@ -38,8 +40,8 @@ _DETACH = "import os, sys\nif not os.fork():\n    os.execv(sys.argv[1], sys.argv
 """A second fork: an orphan is no child of the engine, which may kill its children when it ends."""
 
 
-def _command(url: str, *flags: str) -> list[str]:
-    return module_command("kvdepot.cli", "serve", "--url", url, *flags)
+def _command(url: str, folder: Path, *flags: str) -> list[str]:
+    return module_command("kvdepot.cli", "serve", "--url", url, "--arena-dir", str(folder), *flags)
 
 
 def _environment(**defaults: str) -> dict[str, str]:
@@ -51,10 +53,12 @@ def _environment(**defaults: str) -> dict[str, str]:
 class Shared:
     """The server at a unix socket that all engines of this user share."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, arena_dir: str = "") -> None:
+        """arena_dir: as for Client. Does not start it."""
         path = socket_path(url)
         assert path is not None, f"{url} is not a unix socket with a path"
         self.url = url
+        self._arena_dir = arena_dir
         self.log = path.with_suffix(".log")
         """Its log; that of the server before it has the suffix `.log.1`."""
         self._path = path
@@ -63,7 +67,7 @@ class Shared:
 
     def start(self, engine: str = "") -> bool:
         """Start it, unless it is there or being started; whether it was started. engine: its id, equal in all its
-        processes, for `has_failed_for`. Raises Unavailable."""
+        processes, for `has_failed_for`. Raises Unavailable, ConfigError."""
         try:
             make_folder(self.url)
             fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -87,7 +91,7 @@ class Shared:
         log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             subprocess.run(
-                [sys.executable, "-I", "-S", "-c", _DETACH, *_command(self.url)],
+                [sys.executable, "-I", "-S", "-c", _DETACH, *_command(self.url, arena_folder(self._arena_dir))],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -149,9 +153,11 @@ class Embedded:
     arenas = "kvdepot-{user}-engine-"
     """The beginning of its arena's name, for `str.format`."""
 
-    def __init__(self, url: str, name: str) -> None:
-        """Start it. name: of the engine, unique on this host. Raises Unavailable."""
-        _remove_left_arenas()
+    def __init__(self, url: str, name: str, arena_dir: str = "") -> None:
+        """Start it. name: of the engine, unique on this host. arena_dir: as for Client. Raises Unavailable,
+        ConfigError."""
+        self._folder = arena_folder(arena_dir)
+        _remove_left_arenas(self._folder)
         self.url = url
         self._arena = f"{self.arenas.format(user=os.geteuid())}{name}"
         self._process = self._spawn()
@@ -161,7 +167,7 @@ class Embedded:
         try:
             make_folder(self.url)
             process = subprocess.Popen(
-                _command(self.url, *flags),
+                _command(self.url, self._folder, *flags),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 env=_environment(KVDEPOT_LOG_LEVEL="warning"),
@@ -201,16 +207,16 @@ class Embedded:
             self._process.kill()
             self._process.wait()
         with contextlib.suppress(OSError):
-            shm.shm_path(self._arena).unlink()  # left if it was killed
+            (self._folder / self._arena).unlink()  # left if it was killed
 
 
-def _remove_left_arenas() -> None:
+def _remove_left_arenas(folder: Path) -> None:
     """Remove the arenas of engines' own servers that were killed together with their engines."""
-    for path in shm.SHM.glob(f"{Embedded.arenas.format(user=os.geteuid())}*"):
+    for path in folder.glob(f"{Embedded.arenas.format(user=os.geteuid())}*"):
         with contextlib.suppress(OSError, KVDepotError):
             if 0 <= time.time() - path.lstat().st_mtime < _YOUNG_S:
                 continue
-            fd = shm.open_shared(path.name)
+            fd = shm.open_shared(folder, path.name)
             try:
                 if not locks.is_locked(fd):
                     path.unlink()

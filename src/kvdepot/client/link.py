@@ -77,7 +77,7 @@ class Link:
         self._pid = os.getpid()
         self._idle = threading.Condition()
         self._calls = 0  # in progress
-        self._arenas = Arenas()
+        self._arenas = Arenas(self._client.arena_dir)
 
     @contextmanager
     def call(self) -> Iterator[Client]:
@@ -141,7 +141,7 @@ class Link:
             self._idle.wait_for(lambda: not self._calls)
         if not was_closed:
             self._client.close()
-            self._arenas = Arenas()
+            self._arenas = Arenas(self._client.arena_dir)
         return not was_closed
 
 

@@ -77,7 +77,10 @@ class Handshake:
             raise Unavailable(f"the process at {self._url} is not a kvdepot server of this user ({exc})") from exc
         except KVDepotError as exc:
             # Without the arena, no client could copy, or know whether a server that falls silent still runs.
-            raise Unavailable(f"the server's arena is not visible here ({exc}): do both share /dev/shm?") from exc
+            raise Unavailable(
+                f"the server's arena is not visible here ({exc}): server and clients must share its folder, which "
+                "--arena-dir names for the server and KVDEPOT_ARENA_DIR for clients"
+            ) from exc
 
     def use(self, seal: Seal | None) -> None:
         """Our proof is sent: use this seal from now on. None: no seals."""

@@ -29,7 +29,7 @@ import zmq
 from kvdepot.client.connection import CHECK_S, DEADLINE_S, MAX_IN_FLIGHT, Connection
 from kvdepot.client.phases import Phase
 from kvdepot.client.servers import Introduction
-from kvdepot.config import default_key
+from kvdepot.config import arena_folder, default_key
 from kvdepot.errors import BadRequest, DeadlineExceeded, KVDepotError, ProtocolError, Unavailable
 from kvdepot.memory.arena_header import Watch
 from kvdepot.memory.shm import LivenessFile
@@ -158,14 +158,16 @@ class Client:
     fail with BadRequest: ZeroMQ's threads do not survive a fork."""
 
     def __init__(
-        self, server_url: str, context: zmq.Context[zmq.Socket[bytes]], *, key: str | Key = "", engine: str = ""
-    ) -> None:
+        self, server_url: str, context: zmq.Context[zmq.Socket[bytes]], *, key: str | Key = "", engine: str = "",
+        arena_dir: str = "",
+    ) -> None:  # fmt: skip
         """key: this client's key or its file, for a server that requires one; empty: the file that KVDEPOT_KEY names,
         if any. engine: names the engine that this client belongs to, equally in all its processes, for the server's
-        log.
+        log. arena_dir: the folder where the server's arena is, as this process sees it; empty: that in
+        KVDEPOT_ARENA_DIR, or else /dev/shm.
 
         Raises Unavailable for an address that ZeroMQ does not understand, and for another user's socket; ConfigError
-        for a key file that cannot be used.
+        for a key file that cannot be used; ArenaError for a folder that cannot.
         """
         self.server_url = server_url
         if fault := fault_of_endpoint(server_url):
@@ -173,7 +175,8 @@ class Client:
         _check_owner(server_url)
         key = key or default_key()
         keys = key if isinstance(key, Key) else read_client_key(key) if key else None
-        self.liveness = LivenessFile()
+        self.arena_dir = arena_folder(arena_dir)
+        self.liveness = LivenessFile(self.arena_dir)
         self._lock = threading.RLock()
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, b"k" + os.urandom(15))
@@ -207,7 +210,8 @@ class Client:
         # CURVE authenticates each message itself.
         between = partial(_others_between, server_url) if keys is None else bool
         introduction = Introduction(self.liveness.name, self.liveness.secret, engine, between)
-        self._connection = Connection(server_url, introduction, self._send, Watch, time.monotonic)
+        watch = partial(Watch, self.arena_dir)
+        self._connection = Connection(server_url, introduction, self._send, watch, time.monotonic)
         _clients.add(self)
 
     def __repr__(self) -> str:

@@ -1,23 +1,26 @@
-"""The arena: the named shared-memory file that holds the chunks. The server creates it; copy and tier threads write it.
+"""The arena: the named shared-memory file that holds the chunks. The server creates it; its tiers' threads write it.
 
-Invariants: the file is never larger than requested, and no page is touched before the kernel has allocated it. A server
-that finds a file of that name takes it over, once its lock is free, but refuses one that it does not understand.
+Clients map it, too, and copy their KV there and back (arena_view.py). Invariants: the file is never larger than
+requested, and no page is touched before the kernel has allocated it. A server that finds a file of that name takes it
+over, once its lock is free, but refuses one that it does not understand.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import mmap
 import os
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvdepot import locks
-from kvdepot.errors import ArenaError, LayoutError
+from kvdepot.errors import ArenaError
 from kvdepot.logs import Sparing
 from kvdepot.memory import shm
 from kvdepot.memory.allocator import Extents
@@ -30,7 +33,7 @@ from kvdepot.memory.arena_header import (
     ArenaHeader,
 )  # fmt: skip
 from kvdepot.memory.records import ARENA_BYTES_A_SLOT, SLOT_BYTES
-from kvdepot.memory.room import free_shm
+from kvdepot.memory.room import free_bytes
 from kvdepot.protocol.handshake import SECRET_BYTES
 from kvdepot.values import size
 
@@ -44,18 +47,20 @@ _USE_WAIT_S = 10.0
 
 
 class Arena:
-    """A named file of `size` bytes in /dev/shm, locked by this process as long as it lives."""
+    """A named file of `size` bytes in a folder in memory, locked by this process as long as it lives."""
 
-    def __init__(self, name: str, size: int, boot: bytes) -> None:
+    def __init__(self, folder: Path, name: str, size: int, boot: bytes) -> None:
         """Create the file, or take over the one that a dead server left.
 
-        Raises ArenaError if a running server owns it, it is not ours, or it or /dev/shm is too small.
+        Raises ArenaError if a running server owns it, it is not ours, it or the folder is too small, or the folder
+        cannot be used (shm.check_folder).
         """
+        shm.check_folder(folder)
         if size < HEADER_BYTES + mmap.PAGESIZE + CHUNKS_OFFSET + mmap.PAGESIZE:  # header, records, one chunk
             raise ArenaError(f"an arena of {size} bytes cannot hold a chunk; raise --arena-gib")
         self.name = name
         self.size = size
-        self.path = shm.shm_path(name)
+        self.path = shm.path_of(folder, name)
         self.secret = os.urandom(SECRET_BYTES)
         """Proves to clients that this server can write the arena (protocol/handshake.py)."""
         self.taken_over = False
@@ -65,8 +70,8 @@ class Arena:
         """Offsets and sizes that clients of the previous server used when we took it over: their copies, or the step of
         an engine that loads within it, may outlive it. Nobody else may get this memory before that has ended."""
         # Linux closes a dead process's descriptors in ascending order, but releases their files in reverse. The lock
-        # must become free only after every driver has stopped its work for us, so the arena's descriptor must have a
-        # lower number than any driver's: it is opened first, and must not be duplicated later.
+        # must become free only after a network card (a tier with RDMA) has stopped its work for us, so the arena's
+        # descriptor must have a lower number than any driver's: it is opened first, and must not be duplicated later.
         self._fd = self._open()
         try:
             self.header = self._claim(boot)
@@ -89,10 +94,7 @@ class Arena:
             self.taken_over = True
         except OSError as exc:
             raise ArenaError(f"arena {self.path} cannot be created: {exc.strerror}") from exc
-        try:
-            return shm.open_shared(self.name)
-        except LayoutError as exc:
-            raise ArenaError(str(exc)) from exc
+        return shm.open_shared(self.path.parent, self.name)
 
     def _claim(self, boot: bytes) -> ArenaHeader:
         """Lock the file, give it its size, and write and return its header."""
@@ -108,13 +110,14 @@ class Arena:
         found = ArenaHeader.read(self._fd, self.path) if self.taken_over else None
         os.fchmod(self._fd, 0o600)
         old = os.fstat(self._fd).st_blocks * 512
-        room = free_shm() + old
+        folder = self.path.parent
+        room = free_bytes(folder) + old
         if self.size > room:
             if not self.taken_over:
                 self.path.unlink(missing_ok=True)
             raise ArenaError(
-                f"an arena of {size(self.size)} does not fit in {shm.SHM}, which has "
-                f"{size(room)} free; lower --arena-gib or enlarge {shm.SHM}"
+                f"an arena of {size(self.size)} does not fit in {folder}, which has {size(room)} free; lower "
+                f"--arena-gib, enlarge {folder}, or choose another --arena-dir"
             )
         if found is None:
             os.ftruncate(self._fd, 0)  # a server died before it had written the header: trust none of the contents
@@ -205,23 +208,31 @@ class Arena:
                 return  # `ensure` will fail for these pages, too, if they are needed before there is room
             self.populated += step
 
-    def is_populated(self, offset: int, size: int) -> bool:
-        """Whether `ensure` has nothing to do for a range."""
-        return offset + size <= self.populated
-
     def ensure(self, offset: int, size: int) -> bool:
         """Allocate the pages of a range before it is written; False, and a log line, if memory is full. Any thread."""
-        if self.is_populated(offset, size):
+        if self.is_populated(((offset, size),)):
             return True
         start = offset - offset % mmap.PAGESIZE
-        why = shm.populate(self._fd, start, self.address + start, offset + size - start)
-        if why:
+        error = shm.populate(self._fd, start, self.address + start, offset + size - start)
+        if error:
             sparing_log.warning(
                 "cannot allocate memory for the arena, so what needs it is not stored: %s; make room, or lower "
                 "--arena-gib",
-                why,
+                self._why_not(error),
             )
-        return not why
+        return not error
+
+    def is_populated(self, extents: Extents) -> bool:
+        """Whether `ensure` would return at once for all of these, because their pages are allocated. Any thread."""
+        return all(start + size <= self.populated for start, size in extents)
+
+    def _why_not(self, error: int) -> str:
+        """The reason for an error of `shm.populate`."""
+        if error in (errno.EFAULT, errno.ENOSPC):  # EFAULT: touching the page would raise SIGBUS
+            return f"{self.path.parent} is full"
+        if error == errno.ENOMEM:
+            return "this machine or control group is out of memory"
+        return os.strerror(error)
 
     def close(self, remove: bool = True) -> None:
         """Stop populating, remove the file if `remove`, and close it, which releases the lock. May be called twice."""
@@ -240,7 +251,7 @@ class Arena:
         self._fd = -1
 
     def note_withdrawals(self, number: int) -> None:
-        """Tell engines that copy by themselves that chunks which they have found may not be used any more."""
+        """Tell engines that chunks which they have found may not be used any more."""
         os.pwrite(self._fd, number.to_bytes(8, "little"), WITHDRAWALS_OFFSET)
 
     def remove(self) -> None:

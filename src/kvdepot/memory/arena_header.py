@@ -23,22 +23,23 @@ import mmap
 import os
 import stat
 import struct
+from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
 from kvdepot import locks
-from kvdepot.errors import ArenaError, LayoutError, Unavailable
+from kvdepot.errors import ArenaError, Unavailable
 from kvdepot.memory import shm
 from kvdepot.protocol.handshake import SECRET_BYTES
 
 HEADER_BYTES = mmap.PAGESIZE
 CHUNKS_OFFSET = 64
-"""Offset of the chunks from the start of a page; the same as that of KV in torch's shared-memory files.
+"""Offset of the chunks from the start of a page; the same as that of large tensors that torch allocates on CPUs.
 
 A copy to an address slightly above the source, modulo 4096, is 4 times as slow (4K aliasing: the CPU takes each load
 for a dependency of the preceding store); with equal offsets both directions are fast.
 """
-MAGIC = shm.ARENA_MAGIC
+MAGIC = b"kvdepot\0"
 VERSION = 4
 EARLIER = 3
 """The version that is read, too. Its clients use the file as a whole (byte 0), and no writers are recorded in it."""
@@ -93,17 +94,17 @@ class ArenaHeader(NamedTuple):
 class Watch:
     """A client's view of an arena: tells whether the server with one boot id lives. secret: that server's."""
 
-    def __init__(self, name: str, boot: bytes) -> None:
-        """Raises LayoutError if the file is not visible here or others can open it, Unavailable if it is not an arena
+    def __init__(self, folder: Path, name: str, boot: bytes) -> None:
+        """Raises ArenaError if the file is not visible here or others can open it, Unavailable if it is not an arena
         owned by a running server with this boot id, Busy if there are no free descriptors."""
         self._boot = boot
-        self._fd = shm.open_shared(name, os.O_RDONLY)
+        self._fd = shm.open_shared(folder, name, os.O_RDONLY)
         try:
             if os.fstat(self._fd).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise LayoutError(f"other users may open shared memory {name}")
+                raise ArenaError(f"other users may open {folder / name}")
             head = os.pread(self._fd, SECRET_OFFSET + SECRET_BYTES, 0)
             if head[: len(MAGIC)] != MAGIC or len(head) < SECRET_OFFSET + SECRET_BYTES:
-                raise Unavailable(f"shared memory {name} is not an arena")
+                raise Unavailable(f"{folder / name} is not an arena")
             self.secret = head[SECRET_OFFSET:]
             if head[: _HEADER.size][-len(boot) :] != boot or not locks.is_locked(self._fd):
                 raise Unavailable(f"arena {name} belongs to another server, or to none")
@@ -112,8 +113,7 @@ class Watch:
             raise
 
     def is_gone(self) -> bool:
-        """Whether that server can no longer touch memory: its lock is free, or a server with another boot id holds
-        it."""
+        """Whether that server has ended: its lock is free, or a server with another boot id holds it."""
         if self._fd < 0 or not locks.is_locked(self._fd):
             return True
         head = os.pread(self._fd, _HEADER.size, 0)

@@ -1,9 +1,13 @@
-"""A client's view of an arena, through which it copies chunks itself (devices/by_client.py).
+"""A client's view of an arena, through which it copies its KV: a worker of an engine, the library, SGLang's storage.
+
+The server answers a store, a retrieve or a comparison with a `wire.Placement`: extents of this file. The client copies
+between them and its own memory within `use`, and then tells the server with `wire.Complete`. No other process copies.
 
 Invariant: no byte is copied for a server that another has replaced. A client records the ranges that it is about to
 `use`, and then reads the boot id; a successor writes its own boot id, and then looks which ranges are in use. So a
 client that finds the boot id of the server that has placed its chunks may copy until it ends the use: until then, the
-successor gives these ranges to nobody (`Arena.in_use`). A client that is killed uses nothing any more.
+successor gives these ranges to nobody (`Arena.in_use`). The use of a killed client has ended; the work of its GPU may
+go on for a moment, for which a server gives what the client was storing to nobody.
 """
 
 from __future__ import annotations
@@ -13,12 +17,13 @@ import mmap
 import os
 import weakref
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvdepot import locks
-from kvdepot.errors import Unavailable
+from kvdepot.errors import ProtocolError, Unavailable
 from kvdepot.memory import shm
 from kvdepot.memory.arena_header import WITHDRAWALS_OFFSET, ArenaHeader
 
@@ -39,10 +44,10 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 class ArenaView:
     """The arena of one run of a server, mapped. Any thread."""
 
-    def __init__(self, name: str, boot: bytes, access: int = mmap.ACCESS_WRITE) -> None:
-        """access: ACCESS_READ or ACCESS_WRITE of `mmap`. Raises LayoutError if it is not visible here, ArenaError or
-        Unavailable if it is another server's."""
-        self._fd = shm.open_shared(name)
+    def __init__(self, folder: Path, name: str, boot: bytes, access: int = mmap.ACCESS_WRITE) -> None:
+        """access: ACCESS_READ or ACCESS_WRITE of `mmap`. Raises ArenaError if it is not visible here or no arena,
+        Unavailable if it is another server's, OSError if it cannot be mapped."""
+        self._fd = shm.open_shared(folder, name)
         try:
             header = ArenaHeader.read(self._fd, name)
             if header is None or header.boot != boot:
@@ -52,6 +57,7 @@ class ArenaView:
             os.close(self._fd)
             raise
         self.key = name, boot
+        self._chunks = header.chunks_start
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         shm.advise_huge(self.bytes.ctypes.data, len(self.bytes))
         self._close = weakref.finalize(self, os.close, self._fd)  # the mapping goes with its last array
@@ -66,18 +72,21 @@ class ArenaView:
         self._close()
         self._fd = -1
 
-    def ensure(self, offset: int, size: int) -> bool:
-        """As copier.Memory: a server places nothing where its file has no memory."""
-        return True
-
     def withdrawals(self) -> int:
         """The number of times that the server has hidden chunks from those who had found them."""
         return int.from_bytes(self.bytes[WITHDRAWALS_OFFSET : WITHDRAWALS_OFFSET + 8].tobytes(), "little")
 
     @contextlib.contextmanager
     def use(self, extents: Iterable[tuple[int, int]]) -> Iterator[npt.NDArray[np.uint8]]:
-        """Copy to or from these places within: the arena's bytes. Raises Unavailable if the server has been replaced,
-        or where the kernel has no locks of open files."""
+        """Copy to or from these extents (offset and size in bytes) within: the arena's bytes. Does not block.
+
+        Raises ProtocolError for extents outside the arena's chunks, and Unavailable if the server has been replaced, or
+        where the kernel has no locks of open files.
+        """
+        extents = list(extents)
+        for start, size in extents:
+            if not (self._chunks <= start < start + size <= len(self.bytes)):
+                raise ProtocolError(f"the server placed {size} bytes at offset {start}, outside the arena's chunks")
         fd = -1
         try:
             try:

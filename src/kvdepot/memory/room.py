@@ -1,11 +1,13 @@
-"""The memory that this process may still take: the machine's, its control groups' and /dev/shm's. It only reads files.
+"""The memory that this process may still take: the machine's, its control groups' and the arena folder's. It only
+reads files.
 
-A file in /dev/shm takes memory as its pages are written, so one that exceeds a limit is found by the kernel's killer
+A file in a tmpfs takes memory as its pages are written, so one that exceeds a limit is found by the kernel's killer
 later, in silence: sizes are compared here, before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,7 +18,7 @@ from kvdepot.memory.shm import SHM
 
 ENGINE_SHM = 242 << 20
 """Bytes that must be free in /dev/shm for an engine to start: vLLM looks for 240 MiB for each queue between its
-processes, and the clients' own files take some pages."""
+processes, and the clients' liveness files take some pages."""
 _LEAST_ARENA = 1 << 20
 _UNLIMITED = 1 << 60
 """Version 1 of control groups writes a number above this for no limit."""
@@ -31,18 +33,20 @@ class Limit(NamedTuple):
     advice: str
     is_hard: bool = True
     """Whether the kernel kills a process, or fails its allocation, rather than exceed it."""
+    is_shm: bool = False
+    """Whether it is the room in /dev/shm, of which engines need a part."""
 
 
-def free_shm() -> int:
-    """Bytes that are free in /dev/shm; without a limit of its own, more than any machine has. Raises OSError."""
-    room = os.statvfs(SHM)
+def free_bytes(folder: Path) -> int:
+    """Bytes that are free in a file system; more than any machine has for a tmpfs without a limit. Raises OSError."""
+    room = os.statvfs(folder)
     return room.f_bavail * room.f_frsize if room.f_blocks else sys.maxsize
 
 
-def allocated(name: str) -> int:
-    """Bytes that a file in /dev/shm takes; 0 if there is none."""
+def allocated(folder: Path, name: str) -> int:
+    """Bytes that a file takes; 0 if there is none."""
     try:
-        return (SHM / name).stat().st_blocks * 512
+        return (folder / name).stat().st_blocks * 512
     except OSError:
         return 0
 
@@ -54,27 +58,28 @@ def default_arena(bounds: Iterable[Limit], taken: int) -> int:
     for bound in bounds:
         room = bound.free + taken
         shares.append(room // 4)
-        if bound.what == str(SHM) and room > ENGINE_SHM:  # with less, no engine of several processes starts anyway
+        if bound.is_shm and room > ENGINE_SHM:  # with less, no engine of several processes starts anyway
             shares.append(max(_LEAST_ARENA, room - ENGINE_SHM))
     return min(shares)
 
 
-def limits(root: Path = Path("/")) -> list[Limit]:
-    """All bounds of this process's memory, the tightest first. root: where the machine's /proc and /sys are."""
+def limits(folder: Path, root: Path = Path("/")) -> list[Limit]:
+    """All bounds of the memory of files in this folder, the tightest first. root: where the machine's /proc and /sys
+    are."""
     rows = (line.split() for line in _read(root / "proc/meminfo").splitlines())
     sizes = {row[0]: int(row[1]) << 10 for row in rows if len(row) > 1 and row[1].isdigit()}
     found = list(_groups(root))
     if "MemAvailable:" in sizes:  # what the kernel estimates to be available without swapping
         total, free = sizes["MemTotal:"], sizes["MemAvailable:"]
         found.insert(0, Limit("this machine", total, free, "stop other programs", is_hard=False))
-    try:
-        room = os.statvfs(SHM)
-    except OSError:
-        return found
-    if room.f_blocks:
-        advice = "mount -o remount,size=... /dev/shm; docker: --shm-size; Kubernetes: an emptyDir with medium Memory"
-        most, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-        found.append(Limit(str(SHM), most, free, f"enlarge {SHM} ({advice})"))
+    with contextlib.suppress(OSError):
+        room = os.statvfs(folder)
+        if room.f_blocks:
+            most, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
+            advice = f"mount -o remount,size=... {folder}; docker: --shm-size for {SHM}, or a volume of type tmpfs"
+            advice = f"enlarge {folder} ({advice}; Kubernetes: an emptyDir with medium Memory)"
+            is_shm = SHM.exists() and folder.stat().st_dev == SHM.stat().st_dev
+            found.append(Limit(str(folder), most, free, advice, is_shm=is_shm))
     return sorted(found, key=lambda limit: limit.free)
 
 

@@ -203,7 +203,7 @@ SERVER = (
     Counted(
         "hellos_refused", "clients", "Clients that failed authentication, or were too many.",
         "hellos refused", _REQUESTS,
-        "See `clients_refused`. Otherwise another user's process connects, or `/dev/shm` is not shared.",
+        "See `clients_refused`. Otherwise another user's process connects, or `arena_dir` is not shared.",
     ),
     Counted(
         "users_refused", "messages", "Messages under the identity of another client.", "impersonations refused",

@@ -5,7 +5,7 @@ Used by client/servers.py and core/connections.py. It only computes; it does no 
 The threat: any user of a host can listen on, and connect to, an abstract unix socket (`ipc://@name`) or a free loopback
 port. An impostor as the server could make an engine decode anything; an impostor as a client could read and write the
 cache. TCP does not identify users, and ZeroMQ does not pass on the kernel's credentials of a unix socket's peer. The
-file system does identify users, on every transport: a file of mode 0600 in /dev/shm is readable by its owner alone (and
+file system does identify users, on every transport: a file of mode 0600 in memory is readable by its owner alone (and
 by root, who can do anything). So each end keeps a secret in such a file, the server in its arena (new at each start),
 the client in its liveness file. The server proves that it can read its arena, the client that it can read both:
 

@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -89,7 +90,8 @@ class Server:
                 if not config.keys:
                     refuse_open(url)
                 closing.callback(Claim(url, setting).close)
-            self.arena = Arena(config.arena, config.arena_bytes, self.boot)
+            self._folder = Path(config.arena_dir)
+            self.arena = Arena(self._folder, config.arena, config.arena_bytes, self.boot)
             closing.callback(self._close_arena)
             context = zmq.Context()
             # `term` waits for the publisher's thread; a listener that failed in its constructor has left sockets open.
@@ -105,8 +107,9 @@ class Server:
                 is_tenant=self._listener.keys.is_tenant, listeners=[self._feed] if self._feed is not None else [],
             )  # fmt: skip
             self.connections = Connections(
-                config, self.depot, self.boot, self.arena, shm.LivenessView, self._listener.keys.tenant
-            )
+                config, self.depot, self.boot, self.arena, partial(shm.LivenessView, self._folder),
+                self._listener.keys.tenant,
+            )  # fmt: skip
             closing.callback(self.connections.close)
             if self._feed is not None:
                 self._publisher = Publisher(self._feed, config.kv_events, context, self._listener.guard)
@@ -247,7 +250,7 @@ class Server:
 
     def _prepare(self, task: Prepare) -> None:
         extents = [extent for each in task.extents for extent in each]
-        if all(self.arena.is_populated(*extent) for extent in extents):
+        if self.arena.is_populated(extents):
             self._act(self.depot.finished(task.token, True, time.monotonic()))
         else:
             self._help(partial(self._allocate, task.token, extents))
@@ -295,11 +298,11 @@ class Server:
             self._facts.http, self._facts.http_failure = self._web.address, self._web.failure
         why, where = self._listener.binding.obstacle, self._config.url
         if self.arena.is_lost():
-            why, where = "the arena's file in /dev/shm was removed or replaced", str(self.arena.path)
+            why, where = "the arena's file was removed or replaced", str(self.arena.path)
         self.depot.report.reach(why, where)
         self._ticks += 1
         if self._ticks % _SWEEP_TICKS == 0:  # for clients that died before they connected
-            self._help(shm.sweep_liveness_files)
+            self._help(partial(shm.sweep_liveness_files, self._folder))
         gc.collect(1)
 
     # -- the end

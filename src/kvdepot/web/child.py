@@ -164,6 +164,7 @@ class Child:
         order = Order(self._url, listener.fileno(), address, self._token, self._key, level, form)
         # A key for another server is none of its business.
         environ = {name: value for name, value in os.environ.items() if name != "KVDEPOT_KEY"}
+        environ["KVDEPOT_ARENA_DIR"] = self._config.arena_dir
         with self._lock:
             if self._stopping.is_set():
                 return 0
