@@ -23,7 +23,7 @@ help:
 	@echo "make sim        10,000 simulated runs of server, clients and engines; SEED=n make sim replays one"
 	@echo "make bench      the benchmark, with the lower bound of each figure; writes bench.json"
 	@echo "make test-gpu   the tests that need a GPU; make bench-gpu: the figures that need one, writes bench-gpu.json; both first check"
-	@echo "                what is missing; GPU_PYTHON=python of an environment with cuda-bindings, and torch for CUDA to run them all"
+	@echo "                what is missing; GPU_PYTHON=python of an environment with torch for the GPU"
 	@echo "make test-contract  vLLM 0.15 to 0.17 with its own LMCacheMPConnector, in an environment of its own (CONTRACT_VLLM=0.17.1)"
 	@echo "make compare    kvdepot beside LMCache and beside no cache, under one engine, in an environment of its own; writes compare/"
 	@echo "make images     builds the images of deploy/ without a registry, with podman, and runs them; needs root and Debian"
