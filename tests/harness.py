@@ -1,12 +1,11 @@
 """The core of a server without sockets, threads or clocks: takes frames, gives replies and tasks.
 
-Unit tests and the simulation drive the core with it; each completes tasks in its own way. It asserts what
+Unit tests and the simulation drive the core with it; each carries out actions in its own way. It asserts what
 holds for any server: each request is answered at most once, and dead clients get no answers.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kvdepot.config import Config
-from kvdepot.core.actions import Action, Reply, Stop
+from kvdepot.core.actions import Action, Prepare, Reply, Stop
 from kvdepot.core.clients import Liveness
 from kvdepot.core.connections import Connections, OwnArena
 from kvdepot.core.depot import Depot
@@ -22,10 +21,8 @@ from kvdepot.core.forgetting import STEP_CHUNKS
 from kvdepot.core.index.index import Index
 from kvdepot.core.report import ServerFacts
 from kvdepot.errors import KVDepotError, LayoutError
-from kvdepot.memory.copier import Call, Copy, Mapped
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import SECRET_BYTES, Offer
-from kvdepot.protocol.layout import Layout
 from kvdepot.tiers import TierConfig
 from kvdepot.tiers.worker import TierTask
 from tests.core.heard import Heard
@@ -60,7 +57,6 @@ class PlainLiveness:
 
     name: str
     secret: bytes = b"l" * 16
-    fence: int = 0
     alive: bool = True
     left: bool = False
     removed: bool = field(default=False, init=False)
@@ -72,18 +68,16 @@ class PlainLiveness:
         return self.left
 
     def close(self, remove: bool) -> None:
-        self.fence = 2**64 - 1  # as shm.LivenessView: a closed liveness file voids every store
         self.removed |= remove
 
 
 class Harness:
-    """One core. Override `replied`, `submitted`, `submitted_to_tier` and `stopped` to handle replies and tasks."""
+    """One core. Override `replied`, `submitted`, `submitted_to_tier` and `stopped` to handle actions."""
 
     def __init__(
         self,
         config: Config,
         index: Index,
-        map_layout: Callable[[Layout], Mapped],
         tiers: Sequence[TierConfig] = (),
         *,
         boot: bytes = b"\1" * wire.BOOT_BYTES,
@@ -99,18 +93,18 @@ class Harness:
         self.liveness_files: dict[bytes, PlainLiveness] = {}  # of clients that `hello` admitted, by identity
         self.users: dict[bytes, str] = {}  # by connection, the user whose key it has
         self.heard = Heard(index.namespaces.all())  # what the events say, to be compared with the index
-        self.depot = Depot(config, index, map_layout, tiers, ServerFacts(boot), step_chunks, listeners=[self.heard])
+        self.depot = Depot(config, index, tiers, ServerFacts(boot), step_chunks, listeners=[self.heard])
         self.connections = Connections(
             config, self.depot, boot, self.arena_name, open_liveness or self._open_liveness, tenant
         )
         self.now = 0.0
         self.answers: dict[tuple[bytes, bytes], object] = {}  # by client and number
-        self.tasks: list[Copy | Call] = []
+        self.prepares: list[Prepare] = []
         self.tier_tasks: list[TierTask] = []
         self.stops: list[Stop] = []
         self.described: list[wire.Describe] = []
         self.unanswered: Counter[tuple[bytes, bytes]] = Counter()
-        self._numbers = itertools.count(1)
+        self.next_number = 1
 
     def _open_liveness(self, name: str) -> Liveness:
         for liveness in self.liveness_files.values():
@@ -124,9 +118,9 @@ class Harness:
         """Called with each reply; frame: the message to the client."""
         self.answers[reply.client, reply.number] = reply.value
 
-    def submitted(self, task: Copy | Call) -> None:
-        """Called with each task for a copy thread. Its outcome goes to `finished`."""
-        self.tasks.append(task)
+    def submitted(self, task: Prepare) -> None:
+        """Called when the core wants memory to be allocated. The outcome goes to `finished`."""
+        self.prepares.append(task)
 
     def submitted_to_tier(self, task: TierTask) -> None:
         """Called with each task for a tier's thread. Its outcome goes to `finished`."""
@@ -147,7 +141,7 @@ class Harness:
                     self.unanswered[asked] -= 1
                     self._check_lives(action)
                     self.replied(action, self.connections.encode(action, self.now))
-                case Copy() | Call():
+                case Prepare():
                     self.submitted(action)
                 case Stop():
                     self.stopped(action)
@@ -207,7 +201,8 @@ class Harness:
 
     def send(self, identity: bytes, request: wire.Request) -> tuple[bytes, bytes]:
         """Send a request under a new number; returns the key of its answer in `answers`."""
-        number = next(self._numbers)
+        number = self.next_number
+        self.next_number += 1
         self.deliver(identity, wire.encode_request(number, request))
         return identity, number.to_bytes(wire.ID_BYTES, "little")
 
@@ -219,7 +214,7 @@ class Harness:
         self.users[identity] = user
         liveness = self.liveness_files.get(identity)
         if liveness is None:
-            liveness = self.liveness_files[identity] = PlainLiveness(f"liveness {next(self._numbers)} of {identity!r}")
+            liveness = self.liveness_files[identity] = PlainLiveness(f"liveness {self.next_number} of {identity!r}")
         try:
             offer = Offer(liveness.name, liveness.secret, False, engine)
             proof = self._asked(identity, offer.hello)

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import Any, TypeAlias
 
 from kvdepot.config import Config
+from kvdepot.core.actions import Prepare, Reply
 from kvdepot.core.admission import stored_salts
 from kvdepot.core.index.index import Index
-from kvdepot.devices.cpu import HostTensors
-from kvdepot.errors import KVDepotError
+from kvdepot.core.transfers import LINGER_S
 from kvdepot.eviction import POLICIES
 from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.memory.allocator import PAGE, Allocator
-from kvdepot.memory.copier import Call, Copy, Mapped
 from kvdepot.protocol import wire
-from kvdepot.protocol.layout import Layout, Mapping, Segment
+from kvdepot.protocol.keys import HASH_BYTES
+from kvdepot.protocol.layout import BlockFormat
 from kvdepot.tiers import TierConfig
 from tests.conftest import clear
 from tests.core.groups import BLOCKS as PER_CHUNK
 from tests.core.groups import Reaches, fingerprint, wire_groups
 from tests.harness import Harness
 
-BLOCKS = 64
 BLOCK = PAGE // PER_CHUNK  # so a chunk takes one page
 
 
-def layout(fingerprint: bytes = b"f" * 32, block: int = BLOCK) -> Layout:
-    return Layout([Mapping("kv", BLOCKS * block)], [Segment(0, 0, block, block)], BLOCKS, fingerprint)
+def layout(fingerprint: bytes = b"f" * 32, block: int = BLOCK) -> BlockFormat:
+    return BlockFormat(fingerprint, block)
 
 
 def prompt(name: str, chunks: int) -> ChunkChain:
@@ -39,67 +36,110 @@ def prompt(name: str, chunks: int) -> ChunkChain:
     return chain
 
 
-@dataclass
-class Tensors(HostTensors):
-    """Mapped tensors of a client without any memory behind them, which know when they are unmapped."""
+Transfer: TypeAlias = wire.Store | wire.Retrieve | wire.Compare
 
-    closed: bool = False
 
-    def close(self) -> None:
-        assert not self.closed, "unmapped twice"
-        self.closed = True
-        super().close()
+@dataclass(eq=False)
+class Copying:
+    """What a client is to copy. asked: the request, as `Desk.send` returns it."""
+
+    asked: tuple[bytes, bytes]
+    request: Transfer
+    placement: wire.Placement
+
+    @property
+    def client(self) -> bytes:
+        return self.asked[0]
+
+    def keys(self) -> list[bytes]:
+        """Of the placed chunks, in the order of their places."""
+        hashes = b"".join(part.hashes for part in self.request.shards)
+        return [hashes[i * HASH_BYTES :][:HASH_BYTES] for i in self.placement.chunks]
 
 
 class Desk(Harness):
-    """A core whose tasks wait until the test lets them end; no byte is moved."""
+    """A core whose clients copy when the test lets them; no byte is moved.
+
+    `answers` has the last answer to a request: of one that was placed, the answer to its completion.
+    """
 
     def __init__(
         self,
         pages: int = 64,
         settings: dict[str, Any] | None = None,
-        map_layout: Callable[[Layout], Mapped] | None = None,
         tiers: Sequence[TierConfig] = (),
         policy: str = "lru",
+        is_populated: bool = True,
     ) -> None:
+        """is_populated: whether the arena has its memory; otherwise `prepares` wait until the test lets them end."""
         config = Config(url="ipc:///nowhere", chunk_size=1, **(settings or {}))
         index = Index(
             Allocator(0, pages * PAGE), POLICIES[policy], ttl_s=config.ttl_s, chunk_tokens=config.chunk_tokens,
             salt_ttls=stored_salts(config.salt_ttls, ["blue", "red"]),
         )  # fmt: skip
-        self.mapped: list[Tensors] = []
-        super().__init__(config, index, map_layout or self.map, tiers, tenant=lambda user: user)
+        super().__init__(config, index, tiers, tenant=lambda user: user)
+        self.is_populated = is_populated
+        self.copies: list[Copying] = []
+        self.transfers: dict[tuple[bytes, bytes], Transfer] = {}  # without an answer, by client and number
 
-    def map(self, given: Layout) -> Mapped:
-        self.mapped.append(Tensors(given))
-        return self.mapped[-1]
-
-    def submitted(self, task: Copy | Call) -> None:
-        assert not isinstance(task, Copy) or not getattr(task.mapped, "closed", False), "a copy of unmapped tensors"
+    def submitted(self, task: Prepare) -> None:
         super().submitted(task)
+        if self.is_populated:
+            self.prepare(task)
 
-    def finish(self, task: Copy | Call, outcome: bool | None = None) -> None:
-        """Let a task end; a copy as its fence says unless told otherwise."""
-        self.tasks = [other for other in self.tasks if other is not task]
-        result: Any
-        if isinstance(task, Call):
-            try:
-                result = task.run()
-            except KVDepotError as exc:
-                result = exc
-            busy = [t for t in self.tasks if isinstance(t, Copy) and getattr(t.mapped, "closed", False)]
-            assert not busy, "tensors were unmapped during a copy"
-        else:
-            arrived = task.fence is None or task.fence() < task.ticket
-            result = [0] * len(task.pieces) if (arrived if outcome is None else outcome) else None
-        self.finished(task.token, result)
+    def prepare(self, task: Prepare, is_allocated: bool = True) -> None:
+        """Let the allocation of memory end."""
+        self.prepares = [other for other in self.prepares if other is not task]
+        self.finished(task.token, is_allocated)
+
+    def replied(self, reply: Reply, frame: bytes) -> None:
+        asked = reply.client, reply.number
+        if not isinstance(reply.value, wire.Placement):
+            self.transfers.pop(asked, None)
+            super().replied(reply, frame)
+        elif not any(each.asked == asked for each in self.copies):  # and not told again
+            self.copies.append(Copying(asked, self.transfers[asked], reply.value))
+
+    def send(self, identity: bytes, request: wire.Request) -> tuple[bytes, bytes]:
+        if isinstance(request, Transfer):
+            self.transfers[identity, self.next_number.to_bytes(wire.ID_BYTES, "little")] = request
+        return super().send(identity, request)
+
+    def finish(
+        self,
+        copying: Copying,
+        copied: bool = True,
+        sums: list[int] | None = None,
+        differences: list[list[float]] | None = None,
+    ) -> None:
+        """Let a client complete what it copies; with equal bytes and right sums, unless told otherwise."""
+        self.copies = [other for other in self.copies if other is not copying]
+        placed = copying.placement
+        if sums is None:
+            sums = [int(place.is_summed and not isinstance(copying.request, wire.Compare)) for place in placed.places]
+        if differences is None:
+            differences = [[0.0]] * len(placed.places) if isinstance(copying.request, wire.Compare) else []
+        completed = self.send(copying.client, wire.Complete(placed.operation, placed.boot, copied, sums, differences))
+        self.transfers.pop(copying.asked, None)
+        self.answers[copying.asked] = self.answers.pop(completed)
 
     def settle(self) -> None:
-        while self.tasks or self.depot.removals:
-            if self.tasks:
-                self.finish(self.tasks[0])
+        while self.prepares or self.copies or self.depot.removals:
+            if self.prepares:
+                self.prepare(self.prepares[0])
+            elif self.copies:
+                self.finish(self.copies[0])
             else:
                 self.expire()
+
+    def die(self, identity: bytes) -> None:
+        super().die(identity)
+        self.copies = [each for each in self.copies if each.client != identity]
+
+    def linger(self) -> None:
+        """Let so much time pass that dead clients write no more."""
+        self.now += LINGER_S
+        self.expire()
 
     def ask(self, client: bytes, request: wire.Request) -> Any:
         """Send, let everything end, and give the answer."""
@@ -115,9 +155,6 @@ class Desk(Harness):
         for rank in range(world_size):
             for request in group_requests(reaches, world_size, rank, **options):
                 assert self.ask(client, request) is None
-
-    def copies(self) -> list[Copy]:
-        return [task for task in self.tasks if isinstance(task, Copy)]
 
     def assert_empty(self) -> None:
         clear(self.index)
@@ -168,19 +205,14 @@ def shards(
     request: str = "r",
     world_size: int = 1,
     rank: int = 0,
-    blocks: list[int] | None = None,
-    skip: int = 0,
+    blocks: int = PER_CHUNK,
 ) -> wire.Shards:
     end = end or len(chain)
-    ids = list(range((end - first) * PER_CHUNK)) if blocks is None else blocks
-    packed = np.array(ids, "<u4").tobytes()
-    return wire.Shards(
-        request, model, world_size, rank, chain.parent(first), first, chain.slice(first, end), packed, skip
-    )
+    return wire.Shards(request, model, world_size, rank, chain.parent(first), first, chain.slice(first, end), blocks)
 
 
-def store(chain: ChunkChain, instance: int = 1, ticket: int = 1, **options: Any) -> wire.Store:
-    return wire.Store(instance, ticket, [shards(chain, **options)])
+def store(chain: ChunkChain, instance: int = 1, **options: Any) -> wire.Store:
+    return wire.Store(instance, [shards(chain, **options)])
 
 
 def retrieve(chain: ChunkChain, instance: int = 1, **options: Any) -> wire.Retrieve:

@@ -11,14 +11,13 @@ import numpy as np
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import ChunkChain
 from kvdepot.memory.allocator import PAGE
-from kvdepot.memory.copier import Call, Copy
 from kvdepot.protocol import wire
 from kvdepot.tiers import Options, Tier, parse
 from kvdepot.tiers.codec import SLACK, make_codec
 from kvdepot.tiers.format import HEADER_BYTES
 from kvdepot.tiers.stamps import Stamps
 from kvdepot.tiers.worker import MOST_PARTS, Mover, TierTask
-from tests.core.desk import PER_CHUNK, Desk, layout, lookup
+from tests.core.desk import PER_CHUNK, Copying, Desk, layout, lookup
 from tests.harness import kind_of
 
 TRUTH: dict[tuple[bytes, int, str, int], bytes] = {}
@@ -48,21 +47,20 @@ class Host(Desk):
     def ensure(self, offset: int, size: int) -> bool:
         return True
 
-    def finish(self, task: Copy | Call, outcome: bool | None = None) -> None:
-        if isinstance(task, Copy):
-            operation = task.token.operation
-            for (chunk, rank), piece in zip(
-                operation.chunks[task.token.first : task.token.end], task.pieces, strict=True
-            ):
-                (start, size), *_ = piece.extents
-                namespace = chunk.namespace
-                data = np.frombuffer(truth(chunk.key, rank, namespace.model, namespace.group), np.uint8)
-                if task.is_store:
-                    self.bytes[start : start + size] = data
-                else:
-                    assert (self.bytes[start : start + size] == data).all(), "a retrieve brings other bytes"
-                    self.seen.append(chunk.key)
-        super().finish(task, outcome)
+    def finish(self, copying: Copying, copied: bool = True, **found: Any) -> None:
+        client = self.depot.client(copying.client)
+        assert client is not None
+        operation = client.operations[copying.placement.operation]
+        for (chunk, rank), place in zip(operation.chunks, copying.placement.places, strict=True):
+            (start, size), *_ = place.extents
+            namespace = chunk.namespace
+            data = np.frombuffer(truth(chunk.key, rank, namespace.model, namespace.group), np.uint8)
+            if isinstance(copying.request, wire.Store):
+                self.bytes[start : start + size] = data
+            else:
+                assert (self.bytes[start : start + size] == data).all(), "a retrieve brings other bytes"
+                self.seen.append(chunk.key)
+        super().finish(copying, copied, **found)
 
     def work(self, tier_task: TierTask | None = None) -> TierTask:
         """Do one tier task, the first unless one is given."""
@@ -81,7 +79,7 @@ class Host(Desk):
 
     def rest(self) -> None:
         """Let everything end."""
-        while self.tasks or self.tier_tasks or self.depot.removals:
+        while self.copies or self.tier_tasks or self.depot.removals:
             self.settle()
             while self.tier_tasks:
                 self.work()

@@ -26,7 +26,7 @@ from kvdepot.eviction import Lru
 from kvdepot.memory import shm
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.memory.arena_header import HEADER_BYTES, ArenaHeader
-from kvdepot.memory.copier import checksum
+from kvdepot.memory.extents import checksum
 from kvdepot.memory.records import SLOT_BYTES, Records
 from kvdepot.values import plural, size
 

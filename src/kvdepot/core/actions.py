@@ -1,15 +1,15 @@
 """Actions: the values that the core's decisions return. Plain data.
 
-`server/loop.py` sends replies, stops, passes descriptions to the publisher of KV events, and submits the other actions
-to copy threads (memory/copier.py) and tier threads (tiers/worker.py); in tests, `tests/harness.py` does this.
+`server/loop.py` sends replies, stops, has memory allocated, passes descriptions to the publisher of KV events, and
+submits the other actions to tier threads (tiers/worker.py); in tests, `tests/harness.py` does this.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from kvdepot.memory.copier import Call, Copy
+from kvdepot.memory.allocator import Extents
 from kvdepot.protocol.wire import Describe
 from kvdepot.tiers.worker import TierTask
 
@@ -25,10 +25,19 @@ class Reply:
 
 
 @dataclass(slots=True)
+class Prepare:
+    """Have the arena's memory allocated before a client is told to write there. `token` is reported with the outcome:
+    whether it is."""
+
+    token: Any
+    extents: list[Extents]
+
+
+@dataclass(slots=True)
 class Stop:
     """The server is to stop, as on SIGTERM."""
 
     reason: str
 
 
-Action: TypeAlias = Reply | Copy | Call | TierTask | Stop | Describe
+Action: TypeAlias = Reply | Prepare | TierTask | Stop | Describe

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import numpy as np
-import numpy.typing as npt
-
 from kvdepot.errors import BadRequest
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
-from kvdepot.protocol.layout import Layout
 from kvdepot.tiers.format import SALT_BYTES
 
 _MOST_SAVED, _MOST_COPIED = 1 << 32, 1 << 50
 """The most tokens, seconds or shards, and the most bytes, that one request may report."""
 _SAMPLED = 16
 """With `verify = "sampled"`, one chunk in this many is checksummed."""
+_MOST_BLOCKS = 1 << 20
+"""The most blocks of a chunk."""
 _MOST_MODE = 16
 """The most characters of an engine's `save_decode`."""
 
@@ -164,39 +162,26 @@ def check_groups(request: wire.Register) -> None:
         )
 
 
-def check_shards(part: wire.Shards, layout: Layout) -> None:
-    """Raise BadRequest unless a part names whole chunks, and registered blocks, each at most once but for skipped ones.
-
-    A client has no block of its own to name for tokens that have left a sliding window.
-    """
+def check_shards(part: wire.Shards) -> None:
+    """Raise BadRequest unless a part names whole chunks of possible size, place and owner."""
     check_hashes(part.hashes)
     check_names(part.request, part.model)
     check_shape(part.world_size, part.rank)
-    chunks = len(part.hashes) // HASH_BYTES
-    ids: npt.NDArray[np.uint32] = np.frombuffer(part.block_ids[: len(part.block_ids) & ~3], np.uint32)
-    if len(part.block_ids) % 4 or not len(ids) or len(ids) % chunks:
-        raise BadRequest(f"{len(part.block_ids) / 4:g} block ids for {chunks} chunks")
-    if int(ids.max()) >= layout.num_blocks:
-        raise BadRequest(f"block id {int(ids.max())} is outside the {layout.num_blocks} registered blocks")
-    if not 0 <= part.skip_blocks < len(ids) // chunks:
-        raise BadRequest(f"skip_blocks is {part.skip_blocks}, but a chunk has {len(ids) // chunks} blocks")
-    used = ids[part.skip_blocks :]
-    if len(np.unique(used)) != len(used):
-        raise BadRequest(f"block ids of request {part.request[:64]!r} repeat")
+    if not 1 <= part.blocks <= _MOST_BLOCKS:
+        raise BadRequest(f"a chunk of {part.blocks} blocks; the limit is {_MOST_BLOCKS}")
     if part.parent and (len(part.parent) != HASH_BYTES or part.depth < 0):
         raise BadRequest(f"parent is not a hash of {HASH_BYTES} bytes, or depth {part.depth} is negative")
     check_salt(part.salt)
 
 
-def check_source(part: wire.Shards) -> None:
-    """Raise BadRequest if a store skips blocks: it reads every block of its chunks."""
-    if part.skip_blocks:
-        raise BadRequest(f"skip_blocks is {part.skip_blocks}, but only a retrieve may skip blocks")
-
-
-def check_targets(parts: list[wire.Shards]) -> None:
-    """Raise BadRequest if two parts of one retrieve would write the same block."""
-    if len(parts) > 1:
-        ids = np.frombuffer(b"".join(part.block_ids[4 * part.skip_blocks :] for part in parts), np.uint32)
-        if len(np.unique(ids)) != len(ids):
-            raise BadRequest("two requests retrieve into the same block")
+def check_completion(request: wire.Complete, placement: wire.Placement, is_comparison: bool) -> None:
+    """Raise BadRequest unless a client says of each place what it has been asked for."""
+    summed, differences = [place.is_summed for place in placement.places], request.differences
+    if len(request.sums) != len(summed) or len(differences) != len(summed) * is_comparison:
+        raise BadRequest(f"{len(request.sums)} checksums, {len(differences)} differences for {len(summed)} chunks")
+    for found, is_summed in zip(request.sums, summed, strict=True):
+        is_right = (found > 0) == is_summed or (is_comparison and not found)
+        if not (is_right and 0 <= found < 1 << 64):
+            raise BadRequest(f"the checksum {found} of a chunk that is {'to be' if is_summed else 'not'} summed")
+    if not all(each and not any(found < 0.0 for found in each) for each in differences):
+        raise BadRequest("a difference is missing, or negative")

@@ -1,7 +1,7 @@
 """The depot's facts about its clients. Plain data on the deciding thread, shared by several files.
 
 `core/depot.py` creates and removes clients, `core/sessions.py` manages their lookups and pins, and
-`core/registrations.py` their tensors; `core/transfers.py` counts their operations in progress.
+`core/registrations.py` what they register; `core/transfers.py` manages their operations in progress.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Protocol
 from kvdepot.core import leases
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.tiering.lookup import TierLookup
-from kvdepot.memory.copier import CopyPiece, Mapped
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Seal
-from kvdepot.protocol.layout import Layout
+from kvdepot.protocol.layout import BlockFormat
 
 _UUID = re.compile(r"\b([0-9a-f]{8})-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
 _MOST_NAME = 80
@@ -32,10 +31,6 @@ class Liveness(Protocol):
     @property
     def secret(self) -> bytes:
         """Known only to processes of the client's user."""
-
-    @property
-    def fence(self) -> int:
-        """Stores whose ticket is not above this number are void."""
 
     def is_alive(self) -> bool: ...
 
@@ -103,44 +98,36 @@ class PendingLookup:
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """One worker's registered tensors, of one KV cache group.
+    """What one worker has registered of its tensors of one KV cache group.
 
-    group, groups, chunk_tokens, topic, writer: as registered; see wire.Register.
+    group, groups, chunk_tokens, topic, writer, fault: as registered; see wire.Register.
     """
 
     number: int
-    layout: Layout
+    layout: BlockFormat
     tenant: str = ""
     group: int = 0
     groups: list[wire.Group] = field(default_factory=list)
     chunk_tokens: int = 0
     topic: str = ""
     writer: str = ""
-    mapped: Mapped | None = None
+    fault: str = ""
     namespaces: dict[tuple[str, int, int, int], Namespace] = field(default_factory=dict)
-    copies: int = 0  # operations that use the tensors
-    closing: bool = False  # unregistered or replaced: unmapped once copies == 0
 
 
 @dataclass(slots=True, eq=False)
-class CopyOperation:
-    """One store or retrieve in progress."""
+class Operation:
+    """One store, retrieve or comparison, from its request until its client has completed it."""
 
     client: Client
-    number: bytes
+    number: bytes  # of the message to answer
     instance: Instance
-    is_store: bool
-    chunks: list[tuple[Chunk, int]]  # reserved or held: chunk and rank, in key order
-    pieces: list[CopyPiece] = field(default_factory=list)  # one per chunk
-    tasks: int = 0
+    request: wire.Store | wire.Retrieve | wire.Compare
+    chunks: list[tuple[Chunk, int]] = field(default_factory=list)  # reserved or held: chunk and rank
+    positions: list[int] = field(default_factory=list)  # of each of these among all that the request names; ascending
+    summed: list[bool] = field(default_factory=list)  # whether the client is to sum their bytes
     results: list[bool] = field(default_factory=list)  # of a retrieve, one per key; of a store, one
-    places: list[int] = field(default_factory=list)  # chunk i of `chunks` is key `places[i]`
-    sums: dict[int, int] = field(default_factory=dict)  # of a store: checksums of arrived chunks, by position
-    requests: list[tuple[str, str, int]] = field(default_factory=list)  # request id, model, number of keys
-    unpins: bool = False
-    placement: wire.Placement | None = None  # the answer that has told its client where to copy
-    comparison: wire.Compare | None = None  # the request, if it only compares
-    differences: dict[int, list[float]] = field(default_factory=dict)  # of a comparison, by position in `chunks`
+    placement: wire.Placement | None = None  # the answer that has told its client where the bytes are, or belong
 
 
 @dataclass(slots=True, eq=False)
@@ -165,11 +152,8 @@ class Client:
     sessions: dict[str, Session] = field(default_factory=dict)
     pending: dict[str, PendingLookup] = field(default_factory=dict)  # lookups that wait, by request
     instances: dict[int, Instance] = field(default_factory=dict)
-    closing: dict[int, list[Instance]] = field(default_factory=dict)  # by number: closed, but still mapped
-    waiting: dict[int, list[bytes]] = field(default_factory=dict)  # by number: requests to answer once unmapped
-    own_copies: list[CopyOperation] = field(default_factory=list)  # operations whose bytes it copies itself
-    queued: int = 0  # operations in progress
-    queued_chunks: int = 0  # and their chunks
+    operations: dict[int, Operation] = field(default_factory=dict)  # in progress, by the number of their request
+    queued_chunks: int = 0  # of these operations
     dead: bool = False
 
     def belongs_to(self, hello: wire.Hello | None) -> None:

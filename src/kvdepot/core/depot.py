@@ -2,8 +2,7 @@
 
 Called with requests by core/connections.py and with outcomes by server/loop.py, on one thread. No sockets, threads,
 clocks or I/O here: anything that takes time is returned as an action. Invariant: every request is answered exactly
-once, and what it holds (reservations, pins, mappings) is released exactly once, when it ends, fails, or its client
-dies.
+once, and what it holds (reservations, pins) is released exactly once, when it ends, fails, or its client dies.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply, Stop
 from kvdepot.core.admission import check_description, check_facts, check_names, check_report, check_salt, chunks_named
-from kvdepot.core.clients import Client, Liveness
+from kvdepot.core.clients import Client, Liveness, Operation
 from kvdepot.core.engines import Engines, fill_engines
 from kvdepot.core.forgetting import STEP_CHUNKS, Removals
 from kvdepot.core.index.chunk import Namespace
@@ -25,25 +24,22 @@ from kvdepot.core.index.lifetimes import Lifetimes
 from kvdepot.core.inspections import inspect
 from kvdepot.core.leases import Leases
 from kvdepot.core.naming import Naming
-from kvdepot.core.registrations import Registrations, Remapping
+from kvdepot.core.registrations import Registrations
 from kvdepot.core.report import SHOWN, Report, ServerFacts, fill_namespaces, tenant_figures
 from kvdepot.core.sessions import Sessions
 from kvdepot.core.tiering.forgetting import Forgetting
 from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.core.tiering.tiering import Decision, Tiering
 from kvdepot.core.trails import Recorders, Trails
-from kvdepot.core.transfers import CopyToken, Transfers
+from kvdepot.core.transfers import Transfers
 from kvdepot.core.usage import Usages
 from kvdepot.core.verification import Verification
-from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import BadRequest, Busy, InternalError, KVDepotError, UnknownClient
 from kvdepot.eviction.ages import WallClock
-from kvdepot.memory.copier import Mapped, Outcome
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
 from kvdepot.protocol.handshake import Seal
 from kvdepot.protocol.keys import tenant_salt
-from kvdepot.protocol.layout import Layout
 from kvdepot.protocol.metrics import COMMANDS
 from kvdepot.protocol.quotas import name_of
 from kvdepot.protocol.status import Status
@@ -63,7 +59,6 @@ class Depot:
         self,
         config: Config,
         index: Index,
-        map_layout: Callable[[Layout], Mapped] = HostTensors.open,
         tiers: Sequence[TierConfig] = (),
         server: ServerFacts | None = None,
         step_chunks: int = STEP_CHUNKS,
@@ -83,8 +78,8 @@ class Depot:
         recorders = Recorders(self.counters, self.usages, self.trails, self.verification)
         self.sessions = Sessions(config, index, self.tiering, self.leases, recorders)
         self._naming = Naming(index.namespaces.all)
-        self.registrations = Registrations(config, index, self.counters, map_layout)
-        self.transfers = Transfers(config, index, self.registrations, self.sessions, recorders)
+        self.registrations = Registrations(config, index, self.counters)
+        self.transfers = Transfers(config, index, self.registrations, self.sessions, recorders, self.report.server.boot)
         self.lifetimes = Lifetimes()
         self._listeners: list[Listener] = [*listeners, self.lifetimes, self.trails, self.tiering, self.sessions]
         self.max_clients = config.max_clients  # lowered if there are too few file descriptors
@@ -185,11 +180,10 @@ class Depot:
                 return [*actions, Reply(client.identity, number, self._report(client, request))]
             case wire.Register():
                 check_facts(request)
-                actions = self.registrations.register(client, number, request)
+                self.registrations.register(client, request)
                 self.verification.learn(client, request)
-                return actions
             case wire.Unregister():
-                return self.registrations.unregister(client, request.instance, [number])
+                self.registrations.unregister(client, request.instance)
             case wire.ChunkSize():
                 value = self._config.chunk_tokens
             case wire.Noop():
@@ -236,30 +230,26 @@ class Depot:
                 raise InternalError("core/connections.py answers Hello and Prove")
         return [Reply(client.identity, number, value)]
 
-    def finished(
-        self, token: TierTask | CopyToken | Remapping, outcome: Outcome | TierOutcome, now: float = 0.0
-    ) -> list[Action]:
-        """Handle the outcome of a task or tier task; see copier.Copier and worker.TierWorker."""
+    def finished(self, token: TierTask | Operation, outcome: TierOutcome | bool, now: float = 0.0) -> list[Action]:
+        """Handle the outcome of a tier task (see worker.TierWorker) or of a Prepare."""
         self.now = now
-        if isinstance(token, TierTask):
-            assert outcome is not None and not isinstance(outcome, list | Mapped)
-            actions = [*self._go_on(self.tiering.finished(token, outcome, now)), *self.tiering.saves.make_room(None)]
-        elif isinstance(token, CopyToken):
-            actions = self.transfers.copied(token, outcome if isinstance(outcome, list) else None, self.wall)
-        else:
-            assert outcome is None or isinstance(outcome, Mapped | KVDepotError)
-            actions = self.registrations.mapped(token, outcome)
+        if isinstance(token, Operation):
+            return self._publish(self.transfers.prepared(token, outcome is True, self.wall))
+        assert not isinstance(outcome, bool)
+        actions = [*self._go_on(self.tiering.finished(token, outcome, now)), *self.tiering.saves.make_room(None)]
         return self._publish(actions)
 
     def next_deadline(self) -> float:
         """When `expire` must be called next; 0: as soon as all received messages are handled."""
         if self.removals or self._is_behind:
             return 0.0
-        return min(self.tiering.next_deadline(), self.sessions.next_deadline())
+        return min(self.tiering.next_deadline(), self.sessions.next_deadline(), self.transfers.next_deadline())
 
     def expire(self, now: float) -> list[Action]:
-        """Continue removals, and requests whose wait for stores or tiers has reached its deadline."""
+        """Continue removals, and requests whose wait for stores or tiers has reached its deadline; free memory to which
+        no dead client writes any more."""
         self.now = now
+        self.transfers.expire(now)
         if self._is_behind:
             self._drop_excess()
         actions = [*self.removals.step(now), *self.sessions.expire(now)]
@@ -330,7 +320,7 @@ class Depot:
         return self._publish(actions)
 
     def died(self, identity: bytes, has_left: bool = False) -> list[Action]:
-        """Remove a client and release all that no copy of it needs. has_left: it closed its connection."""
+        """Remove a client and release what it holds. has_left: it closed its connection."""
         client = self._clients.pop(identity, None)
         if client is None:
             return []
@@ -338,9 +328,10 @@ class Depot:
             self.counters["clients_died"] += 1
         self.engines.left(client, has_left)
         client.dead = True
-        actions = [*self.sessions.leave(client), *self.transfers.leave(client, self.wall)]
+        actions = self.sessions.leave(client)
+        self.transfers.leave(client, has_left, self.now, self.wall)
         for number in list(client.instances):
-            actions += self.registrations.unregister(client, number, [])
+            self.registrations.unregister(client, number)
         return self._publish(actions)
 
     def _report(self, client: Client, request: wire.EndSession) -> BadRequest | None:
@@ -368,7 +359,7 @@ class Depot:
         topics: set[str] = set()
         for instance in (each for client in self._clients.values() for each in client.instances.values()):
             is_new = instance.topic not in topics
-            if not instance.topic or instance.mapped is None or (is_new and len(topics) == _MOST_TOPICS):
+            if not instance.topic or instance.fault or (is_new and len(topics) == _MOST_TOPICS):
                 continue
             topics.add(instance.topic)
             for namespace in instance.namespaces.values():
@@ -383,6 +374,11 @@ class Depot:
     def operations(self) -> int:
         """Number of stores and retrieves in progress."""
         return self.transfers.operations
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is in progress that a server which stops should let end."""
+        return bool(self.operations or self.tiering.busy) or self.transfers.next_deadline() < float("inf")
 
     @property
     def clients(self) -> Collection[Client]:

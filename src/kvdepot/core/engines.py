@@ -23,6 +23,8 @@ _LISTED = 64
 """Most engines in a status (those with the latest requests)."""
 _MODELS = 4
 """Most models listed for one engine."""
+_FAULT = 200
+"""Most characters of why an engine cannot copy, in its entry."""
 _SHORT = 100
 """Most characters of a model's name in an engine's entry."""
 
@@ -70,6 +72,8 @@ def fill_engines(status: Status, clients: Collection[Client], tenant: str, now: 
     engines = [each for each in clients if (each.instances or each.model) and tenant in ("", each.tenant)]
     status.engine_count = len(engines)
     status.divided_engines = _divided(engines)
+    faulty = [each for each in engines if any(part.fault for part in each.instances.values())]
+    status.faulty_engines = len({_key(each) for each in faulty})
     status.kv_event_topics = len({part.topic for each in engines for part in each.instances.values()} - {""})
     latest = heapq.nlargest(_LISTED, engines, key=lambda client: client.heard)
     status.engines = [_status(each, now) for each in latest]
@@ -93,12 +97,12 @@ def _status(client: Client, now: float) -> Engine:
         idle_s=now - client.heard,
         models=sorted(models)[:_MODELS],
         ranks=sorted({rank for _, _, rank, _ in parts}),
-        device=next((each.layout.device for each in client.instances.values() if each.layout.device), ""),
         tenant=client.tenant,
         sessions=len(client.sessions),
         pinned_chunks=client.pins,
-        queued=client.queued,
+        queued=len(client.operations),
         engine=client.engine_called,
         host=client.host[:_SHORT],
         pid=client.pid,
+        fault=next((each.fault for each in client.instances.values() if each.fault), "")[:_FAULT],
     )

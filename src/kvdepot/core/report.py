@@ -18,7 +18,6 @@ from kvdepot.protocol.quotas import shown_tag
 from kvdepot.protocol.status import (
     MOST_NAME,
     OTHERS,
-    Device,
     GroupStatus,
     NamespaceStatus,
     Status,
@@ -44,7 +43,6 @@ class ServerFacts:
     boot: bytes = b""
     pid: int = 0
     host: str = ""
-    devices: Callable[[], list[Device]] = list
     http: str = ""
     """HOST:PORT where the server listens for HTTP; empty if it does not."""
     http_failure: str = ""
@@ -113,7 +111,6 @@ class Report:
         status.http_failure = server.http_failure
         status.unreachable = server.unreachable
         status.settings = {} if tenant else server.settings
-        status.devices = server.devices()
         status.latencies = self.latencies.figures()
         status.events = [] if tenant else self.journal.events()
 

@@ -348,7 +348,8 @@ class Sessions:
             if len(shards) < len(chunks) or namespace.layouts.get(rank) != lookup.layout or not is_right:
                 return None
             sums = (hashes[at] < self._summed_below for at in range(0, len(hashes), HASH_BYTES))
-            ranks.append([(each.extents, each.checksum * summed) for each, summed in zip(shards, sums, strict=True)])
+            both = zip(shards, sums, strict=True)
+            ranks.append([wire.Place(each.extents, checksum=each.checksum * summed) for each, summed in both])
         return wire.Places(self._index.namespaces.withdrawals, first, size, ranks)
 
     def _pin(self, pending: PendingLookup, match: Match) -> None:

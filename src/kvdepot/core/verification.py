@@ -12,14 +12,16 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 
-from kvdepot.core.clients import Client, CopyOperation
+from kvdepot.core.clients import Client, Operation
 from kvdepot.core.index.chunk import Namespace, is_forgotten
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.report import SHOWN, Report
 from kvdepot.core.usage import Usages
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import Counters
+from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.status import MOST_NAME, Mismatch, Status
 from kvdepot.values import plural
 
@@ -51,22 +53,23 @@ class Verification:
             if len(self._facts) > _ENGINES:
                 self._facts.popitem(last=False)
 
-    def record(self, operation: CopyOperation) -> wire.Comparison:
-        """Handle a comparison that has ended, and return its answer."""
-        request = operation.comparison
-        assert request is not None
+    def record(
+        self, operation: Operation, request: wire.Compare, differences: Mapping[int, list[float]]
+    ) -> wire.Comparison:
+        """Handle a comparison that has ended, and return its answer. differences: by number in `operation.chunks`."""
         worst: dict[int, float] = {}
-        for i, (found, *_) in operation.differences.items():
+        for i, (found, *_) in differences.items():
             chunk, rank = operation.chunks[i]
             if chunk.shards[rank].sealed and not is_forgotten(chunk):
                 # Experts are chosen by rounding: behind a prompt's first chunk, only what has nothing in common counts.
                 worst[i] = 0.0 if request.has_experts and chunk.position != 1 and found < math.inf else found
         there = [(found, i) for i, found in worst.items() if not math.isnan(found)]
         unknown = len(worst) - len(there)
+        numbers = [part.depth + i + 1 for part in request.shards for i in range(len(part.hashes) // HASH_BYTES)]
         ends: dict[str, int] = {}
         for i in worst:
             chunk, rank = operation.chunks[i]
-            ends[chunk.shards[rank].writer] = operation.places[i]  # which ascend
+            ends[chunk.shards[rank].writer] = numbers[operation.positions[i]]  # which ascend
         writers = tuple(wire.WriterRun(end, writer) for writer, end in ends.items())[: wire.MAX_WRITER_RUNS]
         if not there:
             return wire.Comparison(unknown=unknown, writers=writers)
@@ -81,11 +84,11 @@ class Verification:
             mismatch.chunk, mismatch.rank, mismatch.is_sample = chunk.key.hex(), rank, request.is_sample
             mismatch.chunks, mismatch.worst = differing, min(found, 1e9)
             mismatch.limit = 1e8 if request.has_experts and chunk.position != 1 else request.limit
-            mismatch.parts = [None if math.isnan(x) else min(x, 1e9) for x in operation.differences[i][1:1025]]
+            mismatch.parts = [None if math.isnan(x) else min(x, 1e9) for x in differences[i][1:1025]]
             self._accuse(mismatch, chunk.namespace)
         return wire.Comparison(len(there), found, unknown, writers)
 
-    def _describe(self, operation: CopyOperation, writer: str) -> Mismatch:
+    def _describe(self, operation: Operation, writer: str) -> Mismatch:
         """A mismatch between an operation's engine and the writer of a chunk, with the facts in which they differ."""
         tenant = operation.client.tenant
         (_, mine), (called, others) = (

@@ -205,9 +205,13 @@ class Arena:
                 return  # `ensure` will fail for these pages, too, if they are needed before there is room
             self.populated += step
 
+    def is_populated(self, offset: int, size: int) -> bool:
+        """Whether `ensure` has nothing to do for a range."""
+        return offset + size <= self.populated
+
     def ensure(self, offset: int, size: int) -> bool:
         """Allocate the pages of a range before it is written; False, and a log line, if memory is full. Any thread."""
-        if offset + size <= self.populated:
+        if self.is_populated(offset, size):
             return True
         start = offset - offset % mmap.PAGESIZE
         why = shm.populate(self._fd, start, self.address + start, offset + size - start)

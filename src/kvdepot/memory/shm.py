@@ -39,7 +39,7 @@ from kvdepot import locks
 from kvdepot.errors import ArenaError, BadRequest, Busy, KVDepotError, LayoutError
 
 if TYPE_CHECKING:
-    from kvdepot.memory.copier import Bytes
+    from kvdepot.memory.extents import Bytes
 
 SHM = Path("/dev/shm")
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")

@@ -97,8 +97,8 @@ class Listener:
         if self._gate is not None:
             self._gate.guard(socket, self.keys.key, ALL_TENANTS)
 
-    def share_out(self, clients: int) -> tuple[int, int]:
-        """Divide the free descriptors: the maximum number of clients (at most `clients`), and of files of tensors."""
+    def share_out(self, clients: int) -> int:
+        """Divide the free descriptors; the maximum number of clients, at most `clients`."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         left = limit - len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names, not paths
         # A reserve for connections that ZeroMQ accepts before it tells us.
@@ -107,9 +107,8 @@ class Listener:
         if most < clients:
             log.warning("the limit of %d open files allows %d clients, not %d", limit, most, clients)
         # Half of the rest is for clients that connect only to be refused, or to ask something and disconnect.
-        spare = max(0, left - (_CLIENT_FILES + 1) * most)
-        self._most = most + spare // 2
-        return most, spare - spare // 2
+        self._most = most + max(0, left - (_CLIENT_FILES + 1) * most) // 2
+        return most
 
     def turn(self, ready: zmq.Socket[bytes], counters: Counters) -> None:
         """Process the events of one of `sockets`; count refusals."""

@@ -1,8 +1,9 @@
-"""The server's loop, which connects socket, core, copy threads and tiers. It decides nothing.
+"""The server's loop, which connects socket, core and tiers. It decides nothing.
 
 cli/serve.py creates it and runs it on the main thread. `Server.run` receives messages, passes them to the core, sends
-the core's replies, submits its tasks to threads, and takes their outcomes from a queue, signalled by an eventfd. It
-never touches KV bytes. Invariant: nothing that a client sends, or fails to read, stops the loop.
+the core's replies, submits its tasks to threads, and takes their outcomes from a queue, signalled by an eventfd. A
+helper thread allocates memory that is not populated yet, and removes what dead clients left. No thread of the server
+touches the bytes that engines copy. Invariant: nothing that a client sends, or fails to read, stops the loop.
 """
 
 from __future__ import annotations
@@ -15,19 +16,21 @@ import os
 import select
 import time
 from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import zmq
 
 from kvdepot.config import Config, reported
-from kvdepot.core.actions import Action, Reply, Stop
+from kvdepot.core.actions import Action, Prepare, Reply, Stop
 from kvdepot.core.admission import stored_salts
 from kvdepot.core.connections import Connections
 from kvdepot.core.depot import Depot
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import InUse, restore
 from kvdepot.core.report import ServerFacts
-from kvdepot.devices import Devices
 from kvdepot.errors import BadRequest, ConfigError
 from kvdepot.eviction import POLICIES
 from kvdepot.kv_events.feed import Feed
@@ -36,7 +39,6 @@ from kvdepot.memory import shm
 from kvdepot.memory.allocator import Allocator
 from kvdepot.memory.arena import Arena
 from kvdepot.memory.arena_header import HEADER_BYTES
-from kvdepot.memory.copier import Call, Copier, Copy, Outcome
 from kvdepot.memory.records import Records
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import refuse_open
@@ -53,8 +55,6 @@ _TICK_S = 1.0
 _SWEEP_TICKS = 3
 _PAUSE_S = 0.005
 """Pause of receiving if only clients beyond `max_rate` send; any other client ends it."""
-_COPIER_STOP_S = 2.0
-"""Time for copy threads to end work other than copies (those have `drain_s`): a driver may hang in a mapping."""
 _TIER_STOP_S = 2.0
 """Time for tiers' threads to end their current task."""
 _BATCH = 128
@@ -71,13 +71,13 @@ class Server:
         self.boot = os.urandom(wire.BOOT_BYTES)
         self._withdrawals = 0  # that the arena's header says
         self.hangs = False
-        """After `close`: a thread is still in a driver or tier call, and may yet touch the arena or KV blocks."""
+        """After `close`: a thread is still in a tier call, and may yet touch the arena."""
         self._serves = False
         self._stopping = False
         self._ticks = 0
         self._in_use: list[InUse] = []  # by clients of the earlier server
-        self._is_releasing = False  # idle GPUs are being released, or are about to be
-        self._outcomes: deque[tuple[Any, Outcome | TierOutcome]] = deque()
+        self._is_closing = False
+        self._outcomes: deque[tuple[Any, TierOutcome | bool]] = deque()
         self._tier_workers: list[TierWorker] = []
         self._feed: Feed | None = None
         with contextlib.ExitStack() as closing:  # closed in reverse order
@@ -98,15 +98,10 @@ class Server:
             closing.callback(self._listener.close)
             closing.callback(self._stop_tier_workers)
             self._tier_workers += start_workers(config.tier_configs, config.rules, self.arena, self._report)
-            self._devices = Devices(
-                self.arena, config.gpu_staging_mib << 20, config.gpu_idle_s, config.gpu_dma_from_kib << 10,
-                (self.arena.name, self.boot),
-            )  # fmt: skip
-            devices = self._devices
             self._feed = Feed() if config.kv_events else None
-            self._facts = ServerFacts(self.boot, os.getpid(), os.uname().nodename, devices.status)
+            self._facts = ServerFacts(self.boot, os.getpid(), os.uname().nodename)
             self.depot = Depot(
-                config, self._restore(), devices.map, config.tier_configs, self._facts,
+                config, self._restore(), config.tier_configs, self._facts,
                 is_tenant=self._listener.keys.is_tenant, listeners=[self._feed] if self._feed is not None else [],
             )  # fmt: skip
             self.connections = Connections(
@@ -116,8 +111,8 @@ class Server:
             if self._feed is not None:
                 self._publisher = Publisher(self._feed, config.kv_events, context, self._listener.guard)
                 closing.callback(self._publisher.close)
-            self._copier = Copier(self.arena, config.copy_threads, self._report)
-            closing.callback(self._stop_copier)
+            self._helper = ThreadPoolExecutor(1, "kvdepot-memory")
+            closing.callback(self._stop_helper)
             self._web: Child | None = beside(config, self._listener.address, self._listener.keys.admit)
             if self._web is not None:
                 closing.callback(self._web.close)
@@ -197,12 +192,12 @@ class Server:
         """Start what runs beside the loop: populating, the publisher and the web process."""
         self._serves = True
         gc.freeze()
-        self.depot.max_clients, self.depot.registrations.max_files = self._listener.share_out(self._config.max_clients)
+        self.depot.max_clients = self._listener.share_out(self._config.max_clients)
         self.arena.start_populating()
         log.info(
-            "serving at %s: chunk size %s, arena %s of %s, %d copy threads",
+            "serving at %s: chunk size %s, arena %s of %s",
             self._config.url, "auto" if self._config.has_free_chunks else self._config.chunk_tokens, self.arena.path,
-            size(self.arena.size), self._config.copy_threads,
+            size(self.arena.size),
         )  # fmt: skip
         self._facts.settings = reported(self._config)
         note_serving(self._config.url)
@@ -239,8 +234,8 @@ class Server:
                 case Reply():
                     frame = self.connections.encode(action, time.monotonic())
                     self.depot.counters["replies_dropped"] += not self._listener.send(action.client, frame)
-                case Copy() | Call():
-                    self._copier.submit(action)
+                case Prepare():
+                    self._prepare(action)
                 case Stop():
                     log.info("%s: stopping the server", action.reason)
                     self.stop()
@@ -250,8 +245,34 @@ class Server:
                 case _:
                     self._tier_workers[action.tier].submit(action)
 
-    def _report(self, token: object, outcome: Outcome | TierOutcome) -> None:
-        """Called on copy threads and tiers' threads."""
+    def _prepare(self, task: Prepare) -> None:
+        extents = [extent for each in task.extents for extent in each]
+        if all(self.arena.is_populated(*extent) for extent in extents):
+            self._act(self.depot.finished(task.token, True, time.monotonic()))
+        else:
+            self._help(partial(self._allocate, task.token, extents))
+
+    def _help(self, run: Callable[[], None]) -> None:
+        """Run something slow on the helper thread, which logs what it raises."""
+
+        def guarded() -> None:
+            try:
+                run()
+            except Exception:  # the top of a thread
+                log.exception("a task of the helper thread failed")
+
+        self._helper.submit(guarded)
+
+    def _allocate(self, token: object, extents: list[tuple[int, int]]) -> None:
+        """On the helper thread."""
+        is_allocated = False
+        try:
+            is_allocated = all(not self._is_closing and self.arena.ensure(*extent) for extent in extents)
+        finally:
+            self._report(token, is_allocated)
+
+    def _report(self, token: object, outcome: TierOutcome | bool) -> None:
+        """Called on the helper thread and tiers' threads."""
         self._outcomes.append((token, outcome))
         os.eventfd_write(self._wake, 1)
 
@@ -259,9 +280,7 @@ class Server:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         while self._outcomes:
-            token, outcome = self._outcomes.popleft()
-            if token is not None:
-                self._act(self.depot.finished(token, outcome, time.monotonic()))
+            self._act(self.depot.finished(*self._outcomes.popleft(), time.monotonic()))
 
     def _tick(self) -> None:
         for use in [each for each in self._in_use if not self.arena.is_used(each.extents)]:
@@ -280,34 +299,27 @@ class Server:
         self.depot.report.reach(why, where)
         self._ticks += 1
         if self._ticks % _SWEEP_TICKS == 0:  # for clients that died before they connected
-            self._copier.submit(Call(None, shm.sweep_liveness_files))
-        if not self._is_releasing and self._devices.is_overdue(time.monotonic()):
-            self._is_releasing = True
-            self._copier.submit(Call(None, self._release_idle, "devices"))
+            self._help(shm.sweep_liveness_files)
         gc.collect(1)
-
-    def _release_idle(self) -> None:
-        """On the lane of mappings."""
-        try:
-            self._devices.release_idle(time.monotonic())
-        finally:
-            self._is_releasing = False
 
     # -- the end
 
     def _drain(self) -> None:
-        """Answer received requests, finish removals, and let copies end, for `drain_s` at most."""
+        """Answer received requests, finish removals, and let clients copy, for `drain_s` at most."""
         log.info("stopping: %d operations in flight", self.depot.operations)
         self._receive(_BATCH)
         self._act(self.depot.stop_waiting())
         deadline = time.monotonic() + self._config.drain_s
-        while (self.depot.operations or self.depot.tiering.busy) and (left := deadline - time.monotonic()) > 0:
+        while self.depot.is_busy and (now := time.monotonic()) < deadline:
             awaited: list[tuple[Any, int]] = [(self._wake, zmq.POLLIN)]
-            if any(client.own_copies for client in self.depot.clients):  # which end with a message
+            if self.depot.operations:  # which end with a message
                 awaited.append((self._listener.socket, zmq.POLLIN))
                 self._receive(_BATCH)
-            zmq.zmq_poll(awaited, int(left * 1000) + 1)
+            wait_s = max(0.0, min(deadline, self.depot.next_deadline()) - now)
+            zmq.zmq_poll(awaited, math.ceil(wait_s * 1000))
             self._collect()
+            if (now := time.monotonic()) >= self.depot.next_deadline():
+                self._act(self.depot.expire(now))
         if self.depot.operations:
             log.warning("%d operations did not end within %g s", self.depot.operations, self._config.drain_s)
 
@@ -318,11 +330,9 @@ class Server:
         gc.enable()  # some libraries complain about objects that are left when the interpreter ends
         log.info("stopped")
 
-    def _stop_copier(self) -> None:
-        if self.depot.operations or not self._copier.stop(_COPIER_STOP_S):
-            self.hangs = True
-        else:
-            self._devices.close()  # before the arena, which is registered with their drivers
+    def _stop_helper(self) -> None:
+        self._is_closing = True
+        self._helper.shutdown(cancel_futures=True)  # after one extent at most
 
     def _stop_tier_workers(self) -> None:
         deadline = time.monotonic() + (_TIER_STOP_S if self._serves else 0.0)
@@ -335,5 +345,5 @@ class Server:
         if not self.hangs or not self._serves:
             self.arena.close(remove=removes)
         elif removes:
-            # A thread may yet touch the arena or blocks, so the arena's lock must last as long as this process.
+            # A thread may yet touch the arena, so the arena's lock must last as long as this process.
             self.arena.remove()

@@ -8,7 +8,7 @@ matches. An object is a header of HEADER_BYTES and then one shard's KV, as in th
            12, uint32     CRC-32 of the header with zeros here
            16, uint64     bytes of KV
            24, uint64     bytes after the header
-           32, uint64     XXH3 of the KV (copier.checksum)
+           32, uint64     XXH3 of the KV (extents.checksum)
            40, uint64     when the chunk was computed, seconds since 1970
            48, uint32     coding of the bytes (0: none; the bits are codec.py's)
            52, uint32     bytes of the facts' text

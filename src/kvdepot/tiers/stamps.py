@@ -23,7 +23,7 @@ import numpy as np
 from blake3 import blake3
 
 from kvdepot.errors import TierError
-from kvdepot.memory.copier import checksum
+from kvdepot.memory.extents import checksum
 from kvdepot.protocol.model_names import key_of_model
 from kvdepot.protocol.wire import MAX_CLIENT_NAME
 from kvdepot.tiers import Blob, Tier

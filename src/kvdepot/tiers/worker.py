@@ -27,7 +27,7 @@ from kvdepot.errors import ConfigError, InternalError, KVDepotError, TierError
 from kvdepot.eviction.ages import SKEW_S
 from kvdepot.logs import Sparing
 from kvdepot.memory.allocator import Extents
-from kvdepot.memory.copier import Memory, checksum, views
+from kvdepot.memory.extents import Memory, checksum, views
 from kvdepot.protocol.quotas import shortest
 from kvdepot.tiers import Blob, Enforcing, Tier, TierConfig, Usage
 from kvdepot.tiers.codec import SLACK, Codec, make_codec

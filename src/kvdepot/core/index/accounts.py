@@ -14,7 +14,6 @@ from kvdepot.errors import BadRequest, Busy
 from kvdepot.eviction import Policy
 from kvdepot.eviction.ages import Ages
 from kvdepot.eviction.shares import victim_for
-from kvdepot.memory.allocator import Extents
 from kvdepot.protocol.keys import tenant_salt
 from kvdepot.protocol.quotas import Quota, fault_of, name_of, shortest
 
@@ -39,15 +38,13 @@ class Accounts:
         self._by_owner: dict[tuple[str, bytes], Account] = {}  # by tenant, and the salt of chunks; empty: the tenant's
 
         self.given_up: dict[int, tuple[str, bytes, int]] = {}
-        """Tenant, salt and bytes of loads that stores have overtaken, and of what is lent, by id() of the shard, until
-        they end."""
+        """Tenant, salt and bytes of what is lent, such as of loads that stores have overtaken, by id() of the shard."""
 
-    def lend(self, extents: Extents) -> Shard:
-        """Keep memory that the allocator has given out for a client that uses it, until `Index.give_back`."""
-        shard = Shard(extents, sum(size for _, size in extents))
-        self.given_up[id(shard)] = "", b"", shard.size
-        self.of("", b"").charge(shard.size)
-        return shard
+    def lend(self, shard: Shard, tenant: str = "", salt: bytes = b"") -> None:
+        """Keep the memory of a shard in no chunk for whoever may yet use it, until `Index.give_back`."""
+        taken = sum(size for _, size in shard.extents)
+        self.given_up[id(shard)] = tenant, salt, taken
+        self.of(tenant, salt).charge(taken)
 
     def all(self) -> list[Account]:
         """The rest, then those of tenants and salts with a quota."""

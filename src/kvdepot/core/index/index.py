@@ -213,17 +213,14 @@ class Index:
         others = [each for other, each in chunk.shards.items() if other != rank]
         if chunk.state is _PENDING_REMOVAL and any(each.is_open for each in others):
             return False
-        shard = self._take_out(chunk, rank)
-        taken = Allocator.rounded(shard.size)
-        chunk.account.charge(taken)
-        self.accounts.given_up[id(shard)] = chunk.namespace.tenant, chunk.salt, taken
+        self.accounts.lend(self._take_out(chunk, rank), chunk.namespace.tenant, chunk.salt)
         chunk.holds -= 1
         self.held -= 1
         self._renew(chunk, wall)
         return True
 
     def give_back(self, shard: Shard) -> None:
-        """Free the extents of a load that was given up, or lent, once nobody writes to them any more."""
+        """Free the extents of a shard that was given up, or lent, once nobody writes to them any more."""
         self.allocator.free(shard.extents)
         tenant, salt, taken = self.accounts.given_up.pop(id(shard))
         self.accounts.of(tenant, salt).charge(-taken)
@@ -289,12 +286,17 @@ class Index:
         self.events.append(Stored(chunk, rank))
         self.release((chunk,))
 
-    def discard(self, chunk: Chunk, rank: int) -> None:
+    def discard(self, chunk: Chunk, rank: int, is_written: bool = False) -> None:
         """Remove a reserved shard that did not arrive, and release its hold; with the last shard, remove the chunk, and
-        end all holds on it. Chunks behind it keep a parent that is never chained, so no chain has them."""
+        end all holds on it. Chunks behind it keep a parent that is never chained, so no chain has them. is_written:
+        somebody may yet write to its extents, which nobody else gets before the caller gives the shard back."""
         assert chunk.shards[rank].is_open, chunk.shards[rank].state
         self.events.append(Failed(chunk))
-        self.allocator.free(self._take_out(chunk, rank).extents)
+        shard = self._take_out(chunk, rank)
+        if is_written:
+            self.accounts.lend(shard, chunk.namespace.tenant, chunk.salt)
+        else:
+            self.allocator.free(shard.extents)
         if chunk.shards:
             self.release((chunk,))
             return

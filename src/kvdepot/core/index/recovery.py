@@ -127,7 +127,9 @@ def restore(
             index.hold([chunk])
             restored.in_use.append(InUse(record.extents, chunk))
     for start, size, _ in gaps:
-        restored.in_use.append(InUse(((start, size),), None, index.accounts.lend(((start, size),))))
+        shard = Shard(((start, size),), size)
+        index.accounts.lend(shard)
+        restored.in_use.append(InUse(shard.extents, None, shard))
     restored.shards = len(shards)
     restored.chunks = index.chunks
     return restored
