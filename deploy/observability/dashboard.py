@@ -232,8 +232,9 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         _quantiles("Lookup latency", "From receiving a lookup to answering it, with the wait for stores and tiers; "
                    "median and 99th percentile.", 'kvdepot_request_duration_seconds_bucket{@, request="Lookup"}', "",
                    alarm=0.5),
-        _quantiles("Store and retrieve latency", "From receiving a request to answering it; median and 99th "
-                   "percentile.", 'kvdepot_request_duration_seconds_bucket{@, request=~"Store|Retrieve"}', "request"),
+        _quantiles("Store and retrieve latency", "From receiving a request to answering it, which is before the "
+                   "engine copies; median and 99th percentile.",
+                   'kvdepot_request_duration_seconds_bucket{@, request=~"Store|Retrieve"}', "request"),
         _quantiles("Hit length", "Tokens that a lookup found, of those that found any; median and 99th percentile.",
                    "kvdepot_hit_tokens_bucket{@}", "", "short"),
         Panel("Loop lag", "How long a request waits before the server handles it.", (
