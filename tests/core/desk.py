@@ -13,7 +13,7 @@ from kvdepot.core.index.index import Index
 from kvdepot.core.transfers import LINGER_S
 from kvdepot.eviction import POLICIES
 from kvdepot.keys import ChunkChain, derive_root
-from kvdepot.memory.allocator import PAGE, Allocator
+from kvdepot.memory.allocator import PAGE, Allocator, Extents
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.layout import BlockFormat
@@ -97,7 +97,9 @@ class Desk(Harness):
         if not isinstance(reply.value, wire.Placement):
             self.transfers.pop(asked, None)
             super().replied(reply, frame)
-        elif not any(each.asked == asked for each in self.copies):  # and not told again
+        elif (known := next((each for each in self.copies if each.asked == asked), None)) is not None:
+            assert known.placement == reply.value, "a repeated request is placed elsewhere"
+        else:
             self.copies.append(Copying(asked, self.transfers[asked], reply.value))
 
     def send(self, identity: bytes, request: wire.Request) -> tuple[bytes, bytes]:
@@ -116,12 +118,17 @@ class Desk(Harness):
         self.copies = [other for other in self.copies if other is not copying]
         placed = copying.placement
         if sums is None:
-            sums = [int(place.is_summed and not isinstance(copying.request, wire.Compare)) for place in placed.places]
+            is_summing = not isinstance(copying.request, wire.Compare)  # which sums what differs only
+            sums = [self.sum_of(place) if place.is_summed and is_summing else 0 for place in placed.places]
         if differences is None:
             differences = [[0.0]] * len(placed.places) if isinstance(copying.request, wire.Compare) else []
         completed = self.send(copying.client, wire.Complete(placed.operation, placed.boot, copied, sums, differences))
         self.transfers.pop(copying.asked, None)
         self.answers[copying.asked] = self.answers.pop(completed)
+
+    def sum_of(self, place: wire.Place) -> int:
+        """The checksum of the bytes in a place."""
+        return 1
 
     def settle(self) -> None:
         while self.prepares or self.copies or self.depot.removals:
@@ -131,6 +138,18 @@ class Desk(Harness):
                 self.finish(self.copies[0])
             else:
                 self.expire()
+
+    def check_places(self) -> None:
+        """No two clients write to the same memory, and none writes where another reads."""
+        written: list[Extents] = []
+        read: set[Extents] = set()
+        for each in self.copies:
+            places = [place.extents for place in each.placement.places]
+            if isinstance(each.request, wire.Store):
+                written += places
+            else:
+                read.update(places)
+        assert len(set(written)) == len(written) and not read & set(written)
 
     def die(self, identity: bytes) -> None:
         super().die(identity)
@@ -146,6 +165,10 @@ class Desk(Harness):
         asked = self.send(client, request)
         self.settle()
         return self.answers[asked]
+
+    def ask_only(self, client: bytes, request: wire.Request) -> Any:
+        """Send, and give the answer that comes at once."""
+        return self.answers[self.send(client, request)]
 
     def register(self, client: bytes, instance: int = 1, **options: Any) -> None:
         assert self.ask(client, wire.Register(instance, layout(**options))) is None

@@ -11,6 +11,7 @@ import numpy as np
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import ChunkChain
 from kvdepot.memory.allocator import PAGE
+from kvdepot.memory.extents import checksum
 from kvdepot.protocol import wire
 from kvdepot.tiers import Options, Tier, parse
 from kvdepot.tiers.codec import SLACK, make_codec
@@ -61,6 +62,9 @@ class Host(Desk):
                 assert (self.bytes[start : start + size] == data).all(), "a retrieve brings other bytes"
                 self.seen.append(chunk.key)
         super().finish(copying, copied, **found)
+
+    def sum_of(self, place: wire.Place) -> int:
+        return checksum(self.bytes, place.extents, PAGE)
 
     def work(self, tier_task: TierTask | None = None) -> TierTask:
         """Do one tier task, the first unless one is given."""

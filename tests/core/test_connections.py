@@ -9,7 +9,6 @@ import pytest
 from kvdepot.config import Config
 from kvdepot.core.actions import Reply
 from kvdepot.core.index.index import Index
-from kvdepot.devices.cpu import HostTensors
 from kvdepot.errors import (
     ArenaError,
     BadRequest,
@@ -29,7 +28,7 @@ from tests.harness import ArenaName, Harness, PlainLiveness
 
 def harness(url: str = "ipc:///nowhere", **settings: Any) -> Harness:
     config = Config(url=url, chunk_size=16, **settings)
-    return Harness(config, Index(Allocator(0, 8 * PAGE), Lru), HostTensors.open, tenant=lambda user: user)
+    return Harness(config, Index(Allocator(0, 8 * PAGE), Lru), tenant=lambda user: user)
 
 
 @pytest.fixture
@@ -132,7 +131,7 @@ def test_where_every_user_can_connect_messages_are_sealed_both_ways() -> None:
             super().replied(reply, frame)
 
     config = Config(url="tcp://127.0.0.1:1", chunk_size=16)
-    server = Listening(config, Index(Allocator(0, 8 * PAGE), Lru), HostTensors.open)
+    server = Listening(config, Index(Allocator(0, 8 * PAGE), Lru))
     seal = sealed(server, b"one")
     assert seal.open(heard[-1]) is not None  # the welcome is the first that is sealed
     server.deliver(b"one", seal.close(wire.encode_request(500, wire.Noop())))

@@ -1,28 +1,25 @@
-"""The deciding part alone: messages and outcomes in, replies and copies out; no socket, no thread, no byte moved."""
+"""The deciding part alone: messages and outcomes in, replies and actions out; no socket, no thread, no byte moved."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvdepot.core.waiting import STORE_S
-from kvdepot.errors import BadRequest, Busy, LayoutError, UnknownClient, UnknownInstance
+from kvdepot.errors import BadRequest, Busy, KVDepotError, LayoutError, UnknownClient, UnknownInstance
 from kvdepot.keys import ChunkChain
 from kvdepot.memory.allocator import PAGE
-from kvdepot.memory.copier import Call, Copy, Mapped
 from kvdepot.protocol import wire
-from kvdepot.protocol.layout import Layout
+from kvdepot.protocol.layout import BlockFormat
 from kvdepot.protocol.status import GroupStatus
 from tests.core.desk import (
-    BLOCKS,
     PER_CHUNK,
     Desk,
     group_requests,
@@ -70,32 +67,130 @@ def test_a_store_is_answered_and_visible_only_when_its_bytes_have_arrived(desk: 
     assert desk.answers[asked] is True and desk.answers[seen] == 3
 
 
-def test_only_the_first_chunk_of_a_retrieve_skips_blocks_which_may_repeat(desk: Desk, client: bytes) -> None:
-    chain = prompt("a", 3)
-    desk.ask(client, store(chain))
-    assert isinstance(desk.ask(client, store(chain, skip=1)), BadRequest)
-    desk.send(client, retrieve(chain, skip=1, blocks=[1, 1, 2, 3, 4, 5]))
-    assert [piece.skip for copy in desk.copies() for piece in copy.pieces] == [1, 0, 0]
-
-
-def test_chunks_of_a_store_that_did_not_arrive_are_discarded_and_the_others_kept() -> None:
-    desk = Desk(pages=64 << 10)
-    desk.hello()
-    desk.register(b"one", block=4 << 20)
+@pytest.mark.parametrize("what", ["copied", "allocated"])
+def test_a_store_without_bytes_or_without_memory_for_them_leaves_nothing(what: str) -> None:
+    desk = Desk(is_populated=False)
+    desk.register(desk.hello())
     chain = prompt("a", 4)
     asked = desk.send(b"one", store(chain))
-    copies = desk.copies()
-    assert len(copies) == 4
-    desk.finish(copies[2], False)
-    for copy in (copies[3], copies[0], copies[1]):
+    assert not desk.copies, "its memory is not allocated yet"
+    (task,) = desk.prepares
+    desk.prepare(task, is_allocated=what == "copied")
+    if what == "copied":
         assert asked not in desk.answers
-        desk.finish(copy)
-    assert desk.answers[asked] is False
-    assert [desk.depot.counters[name] for name in ("stored_chunks", "failed_chunks")] == [3, 1]
-    assert desk.ask(b"one", lookup(chain)) == 2
+        desk.finish(desk.copies[0], copied=False)
+    assert desk.answers[asked] is False and not desk.copies
+    assert [desk.depot.counters[name] for name in ("stored_chunks", "failed_chunks")] == [0, 4]
+    assert desk.ask(b"one", lookup(chain)) == 0
     assert desk.ask(b"one", store(chain)) is True
     assert desk.ask(b"one", lookup(chain)) == 4
     desk.ask(b"one", wire.EndSession("r"))
+    desk.assert_empty()
+
+
+def test_a_placement_names_the_chunks_that_are_missing_by_their_positions(desk: Desk, client: bytes) -> None:
+    a, b = prompt("a", 4), prompt("b", 3)
+    desk.ask(client, wire.Store(1, [shards(a, end=2)]))
+    desk.send(client, wire.Store(1, [shards(a), shards(b)]))
+    desk.send(client, wire.Retrieve(1, [shards(b), shards(a)]))
+    storing, loading = desk.copies
+    assert storing.placement.chunks == [2, 3, 4, 5, 6] and loading.placement.chunks == [3, 4]
+    assert {place.extents for place in storing.placement.places}.isdisjoint(
+        place.extents for place in loading.placement.places
+    )
+    desk.settle()
+    assert desk.ask(client, wire.Retrieve(1, [shards(b), shards(a)])) == [True] * 7
+
+
+def test_checksums_are_asked_for_and_compared_as_verify_says() -> None:
+    chain = prompt("a", 40)
+    some = [key[0] < 16 for key in (chain.slice(i, i + 1) for i in range(40))]
+    for verify, summed in (("off", [False] * 40), ("sampled", some), ("always", [True] * 40)):
+        desk = Desk(settings={"verify": verify})
+        desk.register(desk.hello())
+        for request in (store(chain), retrieve(chain)):
+            desk.send(b"one", request)
+            assert [place.is_summed for place in desk.copies[0].placement.places] == summed
+            desk.settle()
+        asked = desk.send(b"one", retrieve(chain))
+        desk.finish(desk.copies[0], sums=[2 * each for each in summed])
+        assert desk.answers[asked] == [not each for each in summed]
+        assert desk.depot.counters["corrupt_chunks"] == sum(summed)
+        assert desk.ask(b"one", retrieve(chain)) == [not each for each in summed]
+        desk.assert_empty()
+
+
+COMPLETED = {
+    "too few sums": {"sums": [1]},
+    "too many sums": {"sums": [1, 1, 1]},
+    "no sums": {"sums": []},
+    "a sum that was not asked for": {"sums": [1, 0]},
+    "a negative sum": {"sums": [-1, 1]},
+    "differences of what was not compared": {"sums": [1, 1], "differences": [[0.0], [0.0]]},
+}
+COMPARED = {
+    "too few": {"sums": [0, 0], "differences": [[0.0]]},
+    "too many": {"sums": [0, 0], "differences": [[0.0]] * 3},
+    "an empty one": {"sums": [0, 0], "differences": [[0.0], []]},
+    "a negative one": {"sums": [0, 0], "differences": [[0.0], [0.5, -0.5]]},
+    "no sums": {"sums": [], "differences": [[0.0]] * 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [*(((kind, said)) for kind in ("store", "retrieve") for said in COMPLETED.values())]
+    + [("compare", said) for said in COMPARED.values()],
+)
+def test_a_completion_that_does_not_fit_its_placement_is_refused_and_ends_it(kind: str, said: dict[str, Any]) -> None:
+    desk = Desk(settings={"verify": "always"})
+    desk.register(desk.hello())
+    chain = prompt("a", 2)
+    if kind != "store":
+        assert desk.ask(b"one", store(chain)) is True
+    requests = {"store": store(chain), "retrieve": retrieve(chain), "compare": wire.Compare(1, [shards(chain)], 0.1)}
+    asked = desk.send(b"one", requests[kind])
+    desk.finish(desk.copies[0], **said)
+    assert isinstance(desk.answers[asked], BadRequest)
+    assert (desk.depot.operations, desk.index.held, desk.index.reserved) == (0, 0, 0)
+    assert desk.ask(b"one", lookup(chain)) == (0 if kind == "store" else 2)
+    desk.ask(b"one", wire.EndSession("r"))
+    desk.assert_empty()
+
+
+def test_what_a_client_that_died_was_storing_to_is_given_to_nobody_for_two_seconds() -> None:
+    desk = Desk(pages=4)
+    for name in (b"dies", b"leaves", b"stays"):
+        desk.register(desk.hello(name))
+    asked = [desk.send(name, store(prompt(name.decode(), 2))) for name in (b"dies", b"leaves")]
+    waiting = desk.send(b"stays", lookup(prompt("dies", 2)))
+    desk.liveness_files[b"leaves"].left = True
+    desk.die(b"leaves")
+    desk.die(b"dies")
+    assert desk.answers[waiting] == 0 and desk.index.chunks == 0
+    desk.index.validate()
+    assert desk.depot.next_deadline() == desk.depot.now + 2.0 and desk.depot.is_busy
+    assert desk.ask(b"stays", store(prompt("dies", 3))) is False, "two pages are free"
+    desk.now += 1.9
+    desk.expire()
+    assert desk.ask(b"stays", store(prompt("other", 3))) is False
+    desk.now += 0.1
+    desk.expire()
+    assert not desk.depot.is_busy
+    assert desk.ask(b"stays", store(prompt("more", 4))) is True
+    assert desk.depot.counters["failed_chunks"] == 4 and not desk.answers.keys() & asked
+
+
+def test_a_store_whose_memory_is_allocated_after_its_client_died_leaves_nothing() -> None:
+    desk = Desk(is_populated=False)
+    desk.register(desk.hello())
+    desk.send(b"one", store(prompt("a", 2)))
+    desk.die(b"one")
+    assert not desk.depot.is_busy, "it was told to write nowhere"
+    assert desk.ask_only(desk.hello(), wire.Register(1, layout())) is None
+    desk.prepare(desk.prepares[0])
+    assert not desk.copies
+    desk.die(b"one")
     desk.assert_empty()
 
 
@@ -190,11 +285,8 @@ def bad(**fields: Any) -> wire.Shards:
 BAD_SHARDS = {
     "no hashes": bad(hashes=b""),
     "half a hash": bad(hashes=bytes(48)),
-    "no blocks": bad(block_ids=b""),
-    "half a block id": bad(block_ids=bytes(18)),
-    "blocks that do not divide": bad(block_ids=np.arange(3, dtype="<u4").tobytes()),
-    "a block outside": bad(block_ids=np.array([0, 1, 2, BLOCKS], "<u4").tobytes()),
-    "a block twice": bad(block_ids=np.array([0, 1, 2, 1], "<u4").tobytes()),
+    "no blocks": bad(blocks=0),
+    "too many blocks": bad(blocks=1 << 30),
     "a short parent": bad(parent=b"x"),
     "a negative depth": bad(depth=-1),
     "rank outside": bad(rank=1),
@@ -203,29 +295,24 @@ BAD_SHARDS = {
     "a huge world": bad(world_size=1 << 20),
     "a long name": bad(model="m" * 5000),
     "a long request": bad(request="r" * 5000),
-    "skips a whole chunk": bad(skip_blocks=PER_CHUNK),
-    "skips negatively": bad(skip_blocks=-1),
-    "a block twice behind skipped ones": bad(block_ids=np.array([0, 0, 1, 1], "<u4").tobytes(), skip_blocks=1),
+    "a short salt": bad(salt=b"x"),
 }
 
 
 @pytest.mark.parametrize("part", BAD_SHARDS.values(), ids=BAD_SHARDS.keys())
-@pytest.mark.parametrize("kind", ["store", "retrieve"])
+@pytest.mark.parametrize("kind", ["store", "retrieve", "compare"])
 def test_a_transfer_with_a_bad_part_is_refused_and_nothing_of_it_is_done(
     desk: Desk, client: bytes, part: wire.Shards, kind: str
 ) -> None:
-    fine = shards(prompt("fine", 2), blocks=[10, 11, 12, 13])
-    parts = [fine, part]
-    asked = desk.send(client, wire.Store(1, 1, parts) if kind == "store" else wire.Retrieve(1, parts))
-    assert isinstance(desk.answers[asked], BadRequest)
-    assert not desk.tasks
+    parts = [shards(prompt("fine", 2)), part]
+    requests = {
+        "store": wire.Store(1, parts),
+        "retrieve": wire.Retrieve(1, parts),
+        "compare": wire.Compare(1, parts, 1),
+    }
+    assert isinstance(desk.answers[desk.send(client, requests[kind])], BadRequest)
+    assert not desk.copies
     desk.assert_empty()
-
-
-def test_two_requests_of_one_retrieve_may_skip_but_not_write_one_block(desk: Desk, client: bytes) -> None:
-    for blocks, skip, expected in (([1, 2], 0, BadRequest), ([3, 2], 1, list)):
-        one, two = shards(prompt("a", 1), blocks=[3, 1], skip=1), shards(prompt("b", 1), blocks=blocks, skip=skip)
-        assert isinstance(desk.ask(client, wire.Retrieve(1, [one, two])), expected)
 
 
 @pytest.mark.parametrize("hashes", [b"", bytes(31), bytes(33)])
@@ -242,75 +329,64 @@ def test_transfers_of_an_instance_nobody_registered_are_told_so(desk: Desk, clie
 # -- registering and unregistering
 
 
-@pytest.mark.parametrize("then", ["", "unregisters", "dies"])
-def test_tensors_that_cannot_be_mapped_are_refused_with_the_reason_and_leave_nothing(then: str) -> None:
-    def refuse(_: Layout) -> Mapped:
-        raise LayoutError("no such file")
-
-    desk = Desk(map_layout=refuse)
-    desk.hello()
-    asked = [desk.send(b"one", wire.Register(1, layout(), "m", 1, 0, PER_CHUNK))]
-    if then:
-        asked.append(desk.send(b"one", wire.Unregister(1)))
-    if then == "dies":
-        desk.die(b"one")
-    desk.settle()
-    answers = [desk.answers.get(each, "nothing") for each in asked]
-    assert [type(each) for each in answers] == (
-        [str, str] if then == "dies" else [LayoutError, type(None)][: len(asked)]
-    )
-    assert then == "dies" or "no such file" in str(answers[0])
-    assert desk.depot.status().instances == 0 and desk.index.namespaces.all() == []
-
-
 BAD_REGISTRATIONS = [("m", 1, 1, PER_CHUNK), ("m", 0, 0, PER_CHUNK), ("m", 1, 0, 0), ("m" * 5000, 1, 0, PER_CHUNK)]
 
 
 @pytest.mark.parametrize("is_there", [False, True])
 @pytest.mark.parametrize("fields", BAD_REGISTRATIONS, ids=lambda fields: str(fields)[-12:])
-def test_a_refused_registration_leaves_nothing_behind_and_leaks_no_mapping(
-    desk: Desk, fields: tuple[str, int, int, int], is_there: bool
-) -> None:
-    desk.hello()
+def test_a_refused_registration_changes_nothing(desk: Desk, fields: tuple[str, int, int, int], is_there: bool) -> None:
     if is_there:
         desk.register(b"one")
     assert isinstance(desk.ask(b"one", wire.Register(1, layout(), *fields)), BadRequest)
     assert desk.depot.status().instances == is_there
-    assert desk.ask(b"one", wire.Unregister(1)) is None
-    assert [mapped.closed for mapped in desk.mapped] == [True] * is_there
-    desk.register(b"one")
+    answer = desk.ask(b"one", store(prompt("a", 1)))
+    assert answer is True if is_there else isinstance(answer, UnknownInstance)
 
 
-def test_a_refused_unregistering_changes_nothing() -> None:
-    desk = Desk(settings={"max_queued": 2})
-    client = desk.hello()
-    desk.register(client)
-    desk.send(client, store(prompt("a", 1)))
-    (old,) = desk.copies()
-    waiting = [desk.send(client, wire.Unregister(1)) for _ in range(2)]
-    again = desk.send(client, wire.Register(1, layout()))
-    desk.finish(next(task for task in desk.tasks if task is not old))
-    refused = desk.send(client, wire.Unregister(1))
-    assert desk.answers[again] is None and isinstance(desk.answers[refused], Busy)
-    storing = desk.send(client, store(prompt("b", 1)))
+@pytest.mark.parametrize("format", [layout(b"short"), layout(block=0), layout(block=-1), layout(block=1 << 50)])
+def test_blocks_that_nobody_has_are_refused(desk: Desk, format: BlockFormat) -> None:
+    assert isinstance(desk.ask(b"one", wire.Register(1, format)), LayoutError)
+    assert desk.depot.status().instances == 0
+
+
+def test_a_registration_replaces_the_one_before_and_what_was_placed_ends_as_usual(desk: Desk, client: bytes) -> None:
+    chain = prompt("a", 2)
+    asked = desk.send(client, store(chain))
+    assert desk.ask_only(client, wire.Register(1, layout(b"g" * 32), "n", 1, 0, PER_CHUNK)) is None
+    assert desk.depot.status().instances == 1
     desk.settle()
-    assert [desk.answers[asked] for asked in waiting] == [None, None]
-    assert desk.answers[storing] is True, "the tensors that were not unregistered can be used"
-    assert desk.ask(client, retrieve(prompt("b", 1))) == [True]
+    assert desk.answers[asked] is True
+    assert desk.ask(client, retrieve(chain)) == [False] * 2, "the new one has another layout"
+    asked = desk.send(client, store(chain))
+    assert desk.ask_only(client, wire.Unregister(1)) is None
+    assert isinstance(desk.ask_only(client, retrieve(chain)), UnknownInstance)
+    desk.settle()
+    assert desk.answers[asked] is True
     assert desk.ask(client, wire.Unregister(1)) is None
-    assert [mapped.closed for mapped in desk.mapped] == [True, True]
 
 
-@pytest.mark.parametrize(("device", "lane"), [("", ""), ("GPU-1", "devices")])
-def test_a_devices_tensors_are_mapped_where_no_copy_of_the_processor_waits(desk: Desk, device: str, lane: str) -> None:
+def test_a_worker_that_cannot_copy_is_listed_with_its_reason_and_copies_nothing(desk: Desk) -> None:
+    why = "the self-test of cuda:0 failed: " + "x" * 5000
+    assert desk.ask(b"one", wire.Register(1, layout(), "m", 1, 0, PER_CHUNK, fault=why)) is None
+    (engine,) = desk.depot.status().engines
+    assert engine.fault == why[:200] and engine.models == ["m"]
+    for request in (store(CHAIN), retrieve(CHAIN), wire.Compare(1, [GOOD], 0.1)):
+        refused = desk.ask(b"one", request)
+        assert isinstance(refused, BadRequest) and "the self-test of cuda:0 failed" in str(refused)
+    desk.register(b"one")
+    assert desk.depot.status().engines[0].fault == ""
+    assert desk.ask(b"one", store(CHAIN)) is True
+
+
+def test_registrations_beyond_the_limit_are_refused_and_counted() -> None:
+    desk = Desk(settings={"max_instances": 2})
     desk.hello()
-    given = layout()
-    given = msgspec.structs.replace(given, mappings=[msgspec.structs.replace(m, device=device) for m in given.mappings])
-    for request in (wire.Register(1, given), wire.Unregister(1)):
-        desk.send(b"one", request)
-        (task,) = desk.tasks
-        assert isinstance(task, Call) and task.lane == lane
-        desk.settle()
+    for instance in (1, 2, 2):
+        desk.register(b"one", instance)
+    assert isinstance(desk.ask(b"one", wire.Register(3, layout())), Busy)
+    assert desk.depot.counters["registrations_refused"] == 1
+    assert desk.ask(b"one", wire.Unregister(1)) is None
+    desk.register(b"one", 3)
 
 
 # -- models with several KV cache groups
@@ -378,12 +454,11 @@ def test_groups_that_contradict_themselves_are_refused_and_nothing_changes(
     good = group_requests(HYBRID)
     if there_already:
         desk.register_groups(HYBRID)
-    known, mapped = desk.index.namespaces.all(), list(desk.mapped)
-    asked = desk.send(b"one", spoil(good[0]))
-    assert isinstance(desk.answers[asked], BadRequest) and not desk.tasks
-    assert desk.index.namespaces.all() == known and desk.mapped == mapped
+    known = desk.index.namespaces.all()
+    assert isinstance(desk.ask(b"one", spoil(good[0])), BadRequest)
+    assert desk.index.namespaces.all() == known
     assert [each.live for each in known] == [1, 1] * there_already
-    assert desk.depot.status().instances == len(mapped) and desk.depot.counters["errors"] == 1
+    assert desk.depot.status().instances == 2 * there_already and desk.depot.counters["errors"] == 1
     if not there_already:
         desk.register_groups(HYBRID)
     put(desk, prompt("a", 3))
@@ -397,8 +472,7 @@ def test_ranks_must_have_the_same_groups(desk: Desk, other: Reaches) -> None:
     known = desk.index.namespaces.all()
     wrong = group_requests(other, 2, rank=1) or [wire.Register(9, layout(fingerprint(0, 1)), "m", 2, 1, PER_CHUNK)]
     for request in wrong:
-        asked = desk.send(b"one", request)
-        assert isinstance(desk.answers[asked], BadRequest) and not desk.tasks
+        assert isinstance(desk.ask(b"one", request), BadRequest)
     assert desk.index.namespaces.all() == known
     # Once no engine has the first ones, the others are right, whatever is left of those.
     assert desk.ask(b"one", store(prompt("a", 1), world_size=2)) is True
@@ -411,14 +485,14 @@ def test_a_model_of_more_groups_than_namespaces_allow_is_refused_whole() -> None
     desk = Desk(settings={"max_namespaces": 3})
     desk.hello()
     desk.register_groups(HYBRID)
-    asked = desk.send(b"one", msgspec.structs.replace(group_requests(HYBRID, model="n")[0], instance=9))
-    assert isinstance(desk.answers[asked], Busy) and not desk.tasks
+    refused = desk.ask(b"one", msgspec.structs.replace(group_requests(HYBRID, model="n")[0], instance=9))
+    assert isinstance(refused, Busy)
     assert {each.model for each in desk.index.namespaces.all()} == {"m"}
     assert desk.depot.counters["namespaces_refused"] == 1
 
 
 @pytest.mark.parametrize(
-    "fields", [{"model": "n"}, {"rank": 1, "world_size": 2}, {"world_size": 2}, {"blocks": list(range(8))}]
+    "fields", [{"model": "n"}, {"rank": 1, "world_size": 2}, {"world_size": 2}, {"blocks": 2 * PER_CHUNK}]
 )
 def test_a_transfer_for_another_model_or_rank_than_registered_is_refused_whole(
     desk: Desk, fields: dict[str, Any]
@@ -426,8 +500,7 @@ def test_a_transfer_for_another_model_or_rank_than_registered_is_refused_whole(
     desk.register_groups(HYBRID)
     known, chain = desk.index.namespaces.all(), prompt("a", 2)
     for request in (store(chain, **fields), retrieve(chain, **fields)):
-        asked = desk.send(b"one", request)
-        assert isinstance(desk.answers[asked], BadRequest) and not desk.tasks
+        assert isinstance(desk.ask(b"one", request), BadRequest)
     assert desk.index.namespaces.all() == known
     desk.assert_empty()
 
@@ -487,6 +560,14 @@ INSTANCES = st.integers(1, 2)
 CHAINS = st.tuples(st.sampled_from(["x", "y"]), st.integers(1, 4)).map(lambda pair: prompt(*pair))
 MODELS = st.sampled_from(["m", "m", "n"])
 REQUESTS = st.sampled_from(["r1", "r2"])
+Kind: TypeAlias = Callable[[int, wire.Shards], wire.Request]
+KINDS: st.SearchStrategy[Kind] = st.sampled_from(
+    [
+        lambda instance, part: wire.Store(instance, [part]),
+        lambda instance, part: wire.Retrieve(instance, [part]),
+        lambda instance, part: wire.Compare(instance, [part], 0.1),
+    ]
+)
 
 
 class DepotMachine(RuleBasedStateMachine):
@@ -497,15 +578,13 @@ class DepotMachine(RuleBasedStateMachine):
         step_chunks=st.sampled_from([1, 3, 256]),
     )  # fmt: skip
     def begin(self, pages: int, queued: int, sessions: int, ttl_s: int, step_chunks: int) -> None:
-        self.desk = Desk(pages, {"max_queued": queued, "max_sessions": sessions, "ttl_s": ttl_s})
+        self.desk = Desk(pages, {"max_queued": queued, "max_sessions": sessions, "ttl_s": ttl_s}, is_populated=False)
         self.desk.depot.removals.step_chunks = step_chunks
         self.second = 0
         self.desk.tick(0.0, 1000.0)
         self.asked: list[tuple[bytes, bytes]] = []
         self.lives: Counter[bytes] = Counter()
         self.sent: dict[tuple[bytes, bytes], int] = {}
-        self.begun: list[tuple[Copy, bytes, int]] = []  # copies, and whose tensors they touch
-        self.leaving: dict[tuple[bytes, bytes], list[Copy]] = {}  # unregistering: copies of before
         for name in (b"a", b"b"):
             self.desk.hello(name)
             self.desk.register(name)
@@ -531,11 +610,7 @@ class DepotMachine(RuleBasedStateMachine):
 
     @rule(client=CLIENTS, instance=INSTANCES)
     def unregister(self, client: bytes, instance: int) -> None:
-        under_way = {id(copy) for copy in self.desk.copies()}
-        before = [copy for copy, *whose in self.begun if whose == [client, instance] and id(copy) in under_way]
-        if self.desk.depot.client(client) is not None:
-            self.send(client, wire.Unregister(instance))
-            self.leaving[self.asked[-1]] = before
+        self.send(client, wire.Unregister(instance))
 
     @rule(client=CLIENTS, chain=CHAINS, model=MODELS, request=REQUESTS, world=st.sampled_from([1, 1, 2]))
     def lookup(self, client: bytes, chain: ChunkChain, model: str, request: str, world: int) -> None:
@@ -551,8 +626,8 @@ class DepotMachine(RuleBasedStateMachine):
         self.send(client, wire.EndSession(request))
 
     @rule(
-        client=CLIENTS, chain=CHAINS, model=MODELS, request=REQUESTS, instance=INSTANCES, ticket=st.integers(1, 9),
-        shape=st.sampled_from([(1, 0), (1, 0), (2, 0), (2, 1)]), is_store=st.booleans(), data=st.data(),
+        client=CLIENTS, chain=CHAINS, model=MODELS, request=REQUESTS, instance=INSTANCES,
+        shape=st.sampled_from([(1, 0), (1, 0), (2, 0), (2, 1)]), kind=KINDS, data=st.data(),
     )  # fmt: skip
     def transfer(
         self,
@@ -562,31 +637,27 @@ class DepotMachine(RuleBasedStateMachine):
         request: str,
         shape: tuple[int, int],
         instance: int,
-        ticket: int,
-        is_store: bool,
+        kind: Kind,
         data: st.DataObject,
     ) -> None:
         first = data.draw(st.integers(0, len(chain) - 1))
         part = shards(chain, first, model=model, request=request, world_size=shape[0], rank=shape[1])
-        self._transfer(client, instance, ticket, part, is_store)
+        self.send(client, kind(instance, part))
 
-    @rule(client=CLIENTS, is_store=st.booleans())
-    def transfer_what_all_have(self, client: bytes, is_store: bool) -> None:
-        self._transfer(client, 1, 9, shards(prompt("x", 3)), is_store)
+    @rule(client=CLIENTS, kind=KINDS)
+    def transfer_what_all_have(self, client: bytes, kind: Kind) -> None:
+        self.send(client, kind(1, shards(prompt("x", 3))))
 
-    def _transfer(self, client: bytes, instance: int, ticket: int, part: wire.Shards, is_store: bool) -> None:
-        known = {id(copy) for copy in self.desk.copies()}
-        self.send(client, wire.Store(instance, ticket, [part]) if is_store else wire.Retrieve(instance, [part]))
-        self.begun += [(copy, client, instance) for copy in self.desk.copies() if id(copy) not in known]
+    @rule(client=CLIENTS, part=st.sampled_from(list(BAD_SHARDS.values())), kind=KINDS)
+    def send_nonsense(self, client: bytes, part: wire.Shards, kind: Kind) -> None:
+        self.send(client, kind(1, part))
 
-    @rule(client=CLIENTS, part=st.sampled_from(list(BAD_SHARDS.values())), is_store=st.booleans())
-    def send_nonsense(self, client: bytes, part: wire.Shards, is_store: bool) -> None:
-        self.send(client, wire.Store(1, 1, [part]) if is_store else wire.Retrieve(1, [part]))
-
-    @rule(client=CLIENTS, fence=st.integers(1, 9))
-    def raise_fence(self, client: bytes, fence: int) -> None:
-        if client in self.desk.liveness_files:
-            self.desk.liveness_files[client].fence = max(self.desk.liveness_files[client].fence, fence)
+    @rule(client=CLIENTS, operation=st.integers(-1, 30), boot=st.sampled_from([b"\1" * 8, b"another "]))
+    def complete_anything(self, client: bytes, operation: int, boot: bytes) -> None:
+        if all(each.placement.operation != operation or each.client != client for each in self.desk.copies):
+            self.send(client, wire.Complete(operation, boot))
+            answer = self.desk.answers.get(self.asked[-1]) if self.asked else None
+            assert answer is None or isinstance(answer, KVDepotError) or self.desk.depot.client(client) is None
 
     @rule(client=CLIENTS, kind=st.sampled_from([wire.Noop, wire.Clear, wire.Status, wire.ChunkSize]))
     def ask_something(self, client: bytes, kind: type[Any]) -> None:
@@ -607,31 +678,30 @@ class DepotMachine(RuleBasedStateMachine):
         self.desk.tick(float(self.second), 1000.0 + self.second)
         self.desk.expire()  # of lookups that wait for stores
 
-    @precondition(lambda self: self.desk.tasks)
-    @rule(data=st.data(), good=st.sampled_from([None, None, False]))
-    def finish(self, data: st.DataObject, good: bool | None) -> None:
-        self.desk.finish(data.draw(st.sampled_from(self.desk.tasks)), good)
+    @precondition(lambda self: self.desk.prepares)
+    @rule(data=st.data(), is_allocated=st.sampled_from([True, True, False]))
+    def allocate(self, data: st.DataObject, is_allocated: bool) -> None:
+        self.desk.prepare(data.draw(st.sampled_from(self.desk.prepares)), is_allocated)
 
-    @rule(client=CLIENTS)
-    def die(self, client: bytes) -> None:
+    @precondition(lambda self: self.desk.copies)
+    @rule(data=st.data(), copied=st.sampled_from([True, True, False]))
+    def finish(self, data: st.DataObject, copied: bool) -> None:
+        self.desk.finish(data.draw(st.sampled_from(self.desk.copies)), copied)
+
+    @rule(client=CLIENTS, has_left=st.booleans())
+    def die(self, client: bytes, has_left: bool) -> None:
+        if client in self.desk.liveness_files:
+            self.desk.liveness_files[client].left = has_left
         self.desk.die(client)
-        self.desk.liveness_files.pop(client, None)
         self.lives[client] += 1
-        # Its memory went with it: who says hello under its name next has other tensors.
-        self.begun = [begun for begun in self.begun if begun[1] != client]
 
     @invariant()
     def nothing_is_out_of_order(self) -> None:
         if hasattr(self, "desk"):
             self.desk.index.validate()
             self.desk.check_budget()
-            writing = [e for c in self.desk.copies() if c.is_store for p in c.pieces for e in p.extents]
-            reading = {e for c in self.desk.copies() if not c.is_store for p in c.pieces for e in p.extents}
-            assert len(set(writing)) == len(writing), "two stores write the same bytes"
-            assert not reading & set(writing), "a store writes what a retrieve reads"
-            for asked, before in self.leaving.items():
-                if asked in self.desk.answers and self.desk.answers[asked] is None:  # and not refused
-                    assert not any(copy is task for copy in before for task in self.desk.tasks), "given back too early"
+            self.desk.check_places()
+            assert all(each >= 0 for each in (self.desk.depot.operations, self.desk.index.held))
 
     def teardown(self) -> None:
         if not hasattr(self, "desk"):
@@ -647,9 +717,9 @@ class DepotMachine(RuleBasedStateMachine):
         for name in (b"a", b"b", b"c"):
             desk.die(name)
         desk.settle()
+        desk.linger()
         desk.assert_empty()
         assert desk.index.namespaces.all() == []
-        assert all(mapped.closed for mapped in desk.mapped)
         status = desk.depot.status()
         assert [getattr(status, name) for name in ("clients", "sessions", "instances")] == [0, 0, 0]
 
@@ -661,6 +731,6 @@ TestDepotMachine.settings = settings(max_examples=80, stateful_step_count=50, de
 @pytest.mark.parametrize("parts", [1, wire.MAX_CHUNKS + 1])
 def test_requests_for_more_chunks_than_one_may_name_are_refused_and_counted(desk: Desk, parts: int) -> None:
     too_many = bytes(32 * (wire.MAX_CHUNKS + 1)) if parts == 1 else b""
-    refused = desk.ask(b"one", wire.Store(1, 1, [wire.Shards("r", "m", 1, 0, bytes(32), 0, too_many, b"")] * parts))
+    refused = desk.ask(b"one", wire.Store(1, [wire.Shards("r", "m", 1, 0, bytes(32), 0, too_many, 1)] * parts))
     assert isinstance(refused, Busy) and str(wire.MAX_CHUNKS) in str(refused)
     assert desk.depot.counters["large_requests_refused"] == 1

@@ -56,7 +56,7 @@ def test_a_forget_is_answered_at_its_end_and_lookups_meanwhile(desk: Desk) -> No
 def test_what_would_be_forgotten_is_counted_some_chunks_at_a_time_and_stays(desk: Desk) -> None:
     chain, salted = prompt("a", 3), prompt("b", 2)
     desk.ask(b"one", store(chain))
-    desk.ask(b"one", wire.Store(1, 1, [msgspec.structs.replace(shards(salted), salt=SALTS[1])]))
+    desk.ask(b"one", wire.Store(1, [msgspec.structs.replace(shards(salted), salt=SALTS[1])]))
     asked = desk.send(b"one", wire.Count(salt=SALTS[1]))
     turns = 0
     while asked not in desk.answers:
@@ -90,7 +90,7 @@ def test_a_server_that_ends_removes_all_that_it_was_asked_to(desk: Desk) -> None
 
 def test_a_seventeenth_is_refused_with_nothing_done(desk: Desk) -> None:
     desk.ask(b"one", store(prompt("a", 30)))
-    desk.ask(b"one", store(prompt("b", 20), model="n", blocks=list(range(40))))
+    desk.ask(b"one", store(prompt("b", 20), model="n"))
     asked = [desk.send(b"one", wire.Clear("m") if i % 2 else wire.Forget("m")) for i in range(16)]
     for request in (wire.Clear("n"), wire.Forget("n")):
         assert isinstance(desk.answers[desk.send(b"one", request)], Busy)
@@ -108,7 +108,7 @@ def test_what_is_being_forgotten_leaves_memory_without_being_saved_first() -> No
     while host.tier_tasks:
         host.work()
     host.send(b"one", store(prompt("b", 6)))
-    for task in list(host.tasks):
+    for task in list(host.copies):
         host.finish(task)
     assert host.depot.removals and not any(kind == "Save" for kind in host.kinds()) and not tier.objects
     host.rest()

@@ -124,7 +124,7 @@ def test_a_leased_chain_that_a_failed_store_breaks_is_leased_no_more_before_the_
     leased = [namespace.chunks[chain.slice(i, i + 1)] for i in range(4)]
     desk.index.mark_corrupt(leased[2], 0)
     desk.send(blue, store(chain))
-    desk.finish(desk.copies()[0], False)
+    desk.finish(desk.copies[0], False)
     assert leased[2].gone
     desk.ask(blue, wire.EndLease("l"))
     assert [chunk.leases for chunk in leased] == [0, 0, 0, 0]
@@ -313,8 +313,8 @@ def test_a_chunk_that_is_being_demoted_is_waited_for_and_its_tier_loses_it() -> 
 def test_a_drop_waits_for_a_save_for_thirty_seconds_and_ends_there() -> None:
     host = new_host(MemoryTier())
     host.send(b"one", store(prompt("a", 2)))
-    while host.copies():
-        host.finish(host.copies()[0])
+    while host.copies:
+        host.finish(host.copies[0])
     assert "Save" in host.kinds()
     asked = host.send(b"one", drop(prompt("a", 2)))
     for second in (10.0, 29.0, 31.0):
@@ -367,7 +367,7 @@ _ARENA = 24
 
 
 def salted(chain: ChunkChain, salt: bytes = b"") -> wire.Store:
-    return wire.Store(1, 1, [msgspec.structs.replace(shards(chain), salt=salt)])
+    return wire.Store(1, [msgspec.structs.replace(shards(chain), salt=salt)])
 
 
 _TAG = salt_tag("user")
@@ -398,7 +398,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from(_TENANTS), name=st.sampled_from("abcd"), chunks=st.integers(1, 6))
     def store(self, tenant: str, name: str, chunks: int) -> None:
         salted = msgspec.structs.replace(shards(prompt(name, chunks)), salt=salt_of(name))
-        self.desk.ask(self.clients[tenant], wire.Store(1, 1, [salted]))
+        self.desk.ask(self.clients[tenant], wire.Store(1, [salted]))
 
     @rule(
         tenant=st.sampled_from(_TENANTS), name=st.sampled_from("xyz"), what=st.sampled_from("abcd"),

@@ -1,22 +1,23 @@
-"""Clients that copy chunks themselves, at any later moment, die, connect again, repeat requests: no byte is wrong."""
+"""Clients that copy at any moment, fail, die, connect again and repeat requests, with faulty RAM: no byte is wrong."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvdepot.devices.by_client import CopiedByClient
-from kvdepot.errors import UnknownRequest
+from kvdepot.core.transfers import LINGER_S
+from kvdepot.errors import BadRequest, UnknownRequest
 from kvdepot.memory.allocator import PAGE
+from kvdepot.memory.extents import checksum
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
-from kvdepot.protocol.layout import copied_by_client
-from tests.core.desk import BLOCKS, Desk, prompt
+from kvdepot.protocol.layout import BlockFormat, chunk_format
+from tests.core.desk import Copying, Desk, prompt
 
 pytest.importorskip("hypothesis")
 
@@ -27,172 +28,227 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 PAGES = 12
 CLIENTS = st.sampled_from([b"one", b"two", b"three"])
 CHAINS = st.sampled_from([prompt(name, 5) for name in "abcd"])
-"""20 chunks, of which 12 have room."""
-OWNER = "arena", b"bootboot"
+"""20 chunks in each of two formats, of which 12 have room."""
+FORMATS = [chunk_format(PAGE, "chunks"), chunk_format(PAGE, "other chunks")]
+KINDS = ["store", "store", "retrieve", "retrieve", "compare", "sample"]
 
 
 @cache
-def truth(key: bytes) -> bytes:
-    return random.Random(key).randbytes(PAGE)
+def truth(key: bytes, format: BlockFormat) -> bytes:
+    """What every engine computes."""
+    return random.Random(key + format.fingerprint).randbytes(PAGE)
 
 
 @dataclass(eq=False)
 class Asked:
-    """A store or retrieve that has not been completed. written: bytes of each chunk that its client has written."""
+    """A request that has no last answer. number: of its message. written: bytes of each chunk that are in the arena.
+    is_forgotten: its chunks were forgotten after they had been placed."""
 
-    client: bytes
-    number: bytes
-    request: wire.Store | wire.Retrieve
-    placement: wire.Placement | None = None
+    number: tuple[bytes, bytes]
+    request: wire.Store | wire.Retrieve | wire.Compare
+    format: BlockFormat
+    copying: Copying | None = None
     written: int = 0
     is_forgotten: bool = False
 
+    @property
+    def client(self) -> bytes:
+        return self.number[0]
+
+    @property
+    def is_store(self) -> bool:
+        return isinstance(self.request, wire.Store)
+
     def places(self) -> list[tuple[bytes, int]]:
-        """The keys of its chunks, each with its place in memory."""
-        assert self.placement is not None
-        hashes = self.request.shards[0].hashes
-        found = []
-        for place in self.placement.places:
-            ((start, size),) = place.extents
-            assert size == PAGE
-            found.append((hashes[place.chunk * HASH_BYTES :][:HASH_BYTES], start))
-        return found
+        """The keys of its chunks, each with its place in memory; none before they are known."""
+        if self.copying is None:
+            return []
+        starts = [start for place in self.copying.placement.places for start, _ in place.extents]
+        return list(zip(self.copying.keys(), starts, strict=True))
+
+
+@dataclass
+class Client:
+    """A client that is connected. held: by request, what its session holds: keys, places and formats."""
+
+    format: BlockFormat
+    is_faulty: bool = False
+    held: dict[str, list[tuple[bytes, int, BlockFormat]]] = field(default_factory=dict)
 
 
 class PlacementMachine(RuleBasedStateMachine):
-    @initialize(verify=st.sampled_from(["off", "always"]))
+    @initialize(verify=st.sampled_from(["off", "sampled", "always"]))
     def begin(self, verify: str) -> None:
-        self.desk = Desk(PAGES, {"verify": verify}, lambda layout: CopiedByClient(layout, OWNER))
+        self.desk = Desk(PAGES, {"verify": verify, "verify_hits": 0.1}, is_populated=False)
+        self.desk.tick(0.0, 1000.0)
         self.bytes = np.zeros(PAGES * PAGE, np.uint8)
         self.asked: list[Asked] = []
-        self.held: dict[tuple[bytes, str], list[tuple[bytes, int]]] = {}  # keys and places, by client and request
+        self.clients: dict[bytes, Client] = {}
+        self.ghosts: list[tuple[float, Asked]] = []  # stores of dead clients, and until when a device may write
         self.verify = verify
-        self.ask(b"one", prompt("a", 5), 5, True, True)
-        self.hear()
-        self._write(self.asked[0], PAGE)
-        assert self._complete(self.asked[0]) is True
-        self.ask(b"one", prompt("a", 5), 5, False, True)
-        self.hear()
-        assert self._complete(self.asked[0]) == [True] * 5
+        for kind in ("store", "retrieve"):
+            self.ask(b"one", prompt("a", 5), 5, kind)
+            for task in self.desk.prepares:
+                self.desk.prepare(task)
+            self.hear()
+            self._write(self.asked[0], PAGE)
+            assert self._complete(self.asked[0]) == (True if kind == "store" else [True] * 5)
 
     def teardown(self) -> None:
         if hasattr(self, "desk"):
             for client in list(self.desk.liveness_files):
                 self.desk.die(client)
             self.desk.settle()
+            self.desk.linger()
             self.desk.assert_empty()
 
-    def _connect(self, client: bytes) -> None:
-        if client not in self.desk.liveness_files:
-            self.desk.hello(client)
-            self._register(client)
+    def _connect(self, name: bytes) -> Client:
+        if name not in self.clients:
+            self.desk.hello(name)
+            self.clients[name] = Client(FORMATS[0])
+            self._register(name)
+        return self.clients[name]
 
-    def _register(self, client: bytes) -> None:
-        layout = copied_by_client(PAGE, "chunks", BLOCKS)
-        assert self.desk.ask(client, wire.Register(1, layout, "m", 1, 0, 1)) is None
+    def _register(self, name: bytes) -> None:
+        client = self.clients[name]
+        fault = "the self-test failed" if client.is_faulty else ""
+        request = wire.Register(1, client.format, "m", 1, 0, 1, writer=name.decode(), fault=fault)
+        assert self.desk.ask_only(name, request) is None
 
-    @rule(client=CLIENTS, chain=CHAINS, count=st.integers(1, 5), is_store=st.booleans(), at_once=st.booleans())
-    def ask(self, client: bytes, chain: Any, count: int, is_store: bool, at_once: bool) -> None:
-        self._connect(client)
-        blocks = np.arange(count, dtype="<u4").tobytes()
-        part = wire.Shards("r", "m", 1, 0, chain.parent(0), 0, chain.slice(0, count), blocks)
-        request = wire.Store(1, 1, [part]) if is_store else wire.Retrieve(1, [part], False)
-        self.asked.append(Asked(client, self.desk.send(client, request)[1], request))
-        if at_once:
-            self.desk.settle()
+    @rule(name=CLIENTS, chain=CHAINS, count=st.integers(1, 5), kind=st.sampled_from(KINDS))
+    def ask(self, name: bytes, chain: Any, count: int, kind: str) -> None:
+        client = self._connect(name)
+        parts = [wire.Shards("r", "m", 1, 0, chain.parent(0), 0, chain.slice(0, count), 1)]
+        requests: dict[str, wire.Store | wire.Retrieve] = {
+            "store": wire.Store(1, parts), "retrieve": wire.Retrieve(1, parts, False),
+        }  # fmt: skip
+        request = requests.get(kind) or wire.Compare(1, parts, 0.1, kind == "sample")
+        asked = self.desk.send(name, request)
+        if client.is_faulty:
+            assert isinstance(self.desk.answers[asked], BadRequest)
+        else:
+            self.asked.append(Asked(asked, request, client.format))
 
-    @precondition(lambda self: self.desk.tasks)
-    @rule(data=st.data(), arrives=st.sampled_from([None, None, None, False]))
-    def end_task(self, data: st.DataObject, arrives: bool | None) -> None:
-        self.desk.finish(data.draw(st.sampled_from(self.desk.tasks)), arrives)
+    @precondition(lambda self: self.desk.prepares)
+    @rule(data=st.data(), is_allocated=st.sampled_from([True, True, True, False]))
+    def allocate(self, data: st.DataObject, is_allocated: bool) -> None:
+        self.desk.prepare(data.draw(st.sampled_from(self.desk.prepares)), is_allocated)
 
     @invariant()
     def hear(self) -> None:
         """Answers arrive; what is placed lies apart from all that others may write."""
         if not hasattr(self, "desk"):
             return
+        placed = {each.asked: each for each in self.desk.copies}
         for each in list(self.asked):
-            answer = self.desk.answers.pop((each.client, each.number), None)
-            if isinstance(answer, wire.Placement):
-                assert each.placement in (None, answer), "placed twice"
-                each.placement = answer
-            elif answer is not None:
-                assert each.placement is None, "a repeated request was answered otherwise"
-                assert isinstance(answer, bool) or not any(answer)  # there was nothing to copy
+            each.copying = placed.get(each.number)
+            answer = self.desk.answers.get(each.number)
+            if answer is not None:
+                assert each.copying is None
+                nothing = isinstance(answer, bool) or answer == wire.Comparison() or not any(answer)
+                assert nothing, "an answer without a copy"
                 self.asked.remove(each)
-        placed = [each for each in self.asked if each.placement is not None]
-        writes = [start for each in placed if isinstance(each.request, wire.Store) for _, start in each.places()]
-        reads = {start for each in placed if isinstance(each.request, wire.Retrieve) for _, start in each.places()}
-        held = [place for places in self.held.values() for place in places]
-        reads |= {start for _, start in held}
-        assert len(set(writes)) == len(writes) and not reads & set(writes)
-        assert all(self.bytes[start : start + PAGE].tobytes() == truth(key) for key, start in held)
+        self.desk.check_places()
+        held = [place for client in self.clients.values() for places in client.held.values() for place in places]
+        writes = [start for each in self.asked if each.is_store for _, start in each.places()]
+        reads = {start for each in self.asked if not each.is_store for _, start in each.places()}
+        reads |= {start for _, start, _ in held}
+        ghosts = {start for _, each in self.ghosts for _, start in each.places()}
+        assert not reads & {*writes, *ghosts} and not ghosts & set(writes)
+        assert all(self.bytes[start : start + PAGE].tobytes() == truth(key, format) for key, start, format in held)
         self.desk.index.validate()
 
     @rule(data=st.data(), size=st.sampled_from([100, PAGE, PAGE]))
     def write(self, data: st.DataObject, size: int) -> None:
         """A client copies, a part or the whole."""
-        stores = [each for each in self.asked if each.placement and isinstance(each.request, wire.Store)]
+        stores = [each for each in self.asked if each.is_store and each.places()]
         if stores:
             self._write(data.draw(st.sampled_from(stores)), size)
 
     def _write(self, each: Asked, size: int) -> None:
-        for key, start in each.places():
-            self.bytes[start : start + size] = np.frombuffer(truth(key)[:size], np.uint8)
+        for key, start in each.places() if each.is_store else []:
+            self.bytes[start : start + size] = np.frombuffer(truth(key, each.format)[:size], np.uint8)
         each.written = max(each.written, size)
 
+    @precondition(lambda self: self.ghosts)
     @rule(data=st.data())
-    def complete(self, data: st.DataObject) -> None:
-        placed = [each for each in self.asked if each.placement is not None]
-        if placed:
-            self._complete(data.draw(st.sampled_from(placed)))
+    def a_device_writes_on_after_its_process_has_died(self, data: st.DataObject) -> None:
+        _, each = data.draw(st.sampled_from(self.ghosts))
+        for _, start in each.places():
+            self.bytes[start : start + PAGE] = 0xDD
 
-    def _complete(self, each: Asked) -> object:
-        assert each.placement is not None
-        of_another_server = wire.Complete(each.placement.operation, b"an other", True)
-        assert isinstance(self.desk.ask(each.client, of_another_server), UnknownRequest)
+    @precondition(lambda self: self.verify == "always")
+    @rule(page=st.integers(0, PAGES - 1))
+    def memory_loses_a_bit(self, page: int) -> None:
+        if all(start != page * PAGE for each in self.asked if each.is_store for _, start in each.places()):
+            self.bytes[page * PAGE + 7] ^= 1
+
+    @rule(data=st.data(), copied=st.sampled_from([True, True, True, False]))
+    def complete(self, data: st.DataObject, copied: bool) -> None:
+        placed = [each for each in self.asked if each.copying is not None]
+        if placed:
+            self._complete(data.draw(st.sampled_from(placed)), copied)
+
+    def _complete(self, each: Asked, copied: bool = True) -> Any:
+        assert each.copying is not None
+        placement, is_comparison = each.copying.placement, isinstance(each.request, wire.Compare)
+        of_another_server = wire.Complete(placement.operation, b"an other", True)
+        assert isinstance(self.desk.ask_only(each.client, of_another_server), UnknownRequest)
+        copied = copied and (each.written == PAGE or not each.is_store)
         read = {key: self.bytes[start : start + PAGE].tobytes() for key, start in each.places()}
+        is_right = [data == truth(key, each.format) for key, data in read.items()]
+        sums = [
+            checksum(self.bytes, place.extents, PAGE) if place.is_summed and not (is_comparison and right) else 0
+            for place, right in zip(placement.places, is_right, strict=True)
+        ]
+        differences = [[0.0] if right else [0.9, 0.9] for right in is_right] if is_comparison else []
+        assert all(is_right) or self.verify == "always" or each.is_store
         self.asked.remove(each)
-        answer = self.desk.ask(
-            each.client, wire.Complete(each.placement.operation, each.placement.boot, each.written == PAGE)
+        self.desk.finish(each.copying, copied, sums, differences)
+        answer = self.desk.answers[each.number]
+        assert isinstance(
+            self.desk.ask_only(each.client, wire.Complete(placement.operation, placement.boot)), UnknownRequest
         )
-        if isinstance(each.request, wire.Retrieve):
-            assert isinstance(answer, list)
-            hashes = each.request.shards[0].hashes
+        if isinstance(answer, wire.Comparison):
+            assert answer.worst == 0.0, "a bit that memory has lost accuses an engine"
+            assert answer.chunks <= sum(is_right) * copied and not (each.is_forgotten and answer.chunks)
+        elif isinstance(answer, list):
             for i, is_served in enumerate(answer):
-                key = hashes[i * HASH_BYTES :][:HASH_BYTES]
-                assert not (is_served and each.is_forgotten)
-                assert not is_served or read[key] == truth(key), "wrong bytes are served"
+                key = each.request.shards[0].hashes[i * HASH_BYTES :][:HASH_BYTES]
+                assert not (is_served and (each.is_forgotten or not copied))
+                assert not is_served or read[key] == truth(key, each.format), "wrong bytes are served"
         else:
-            assert isinstance(answer, bool) and (each.written == PAGE or not answer or not each.places())
+            assert isinstance(answer, bool) and (copied or not answer)
         return answer
 
-    @rule(client=CLIENTS, chain=CHAINS, request=st.sampled_from("xy"), kind=st.sampled_from(["", "", "layout", "keys"]))
-    def hold(self, client: bytes, chain: Any, request: str, kind: str) -> None:
+    @rule(name=CLIENTS, chain=CHAINS, request=st.sampled_from("xy"), kind=st.sampled_from(["", "", "layout", "keys"]))
+    def hold(self, name: bytes, chain: Any, request: str, kind: str) -> None:
         """What a lookup finds stays where the answer says, until the session ends."""
-        self._connect(client)
-        hashes, layout = bytes(chain.hashes), copied_by_client(PAGE, "chunks", BLOCKS).fingerprint
+        client = self._connect(name)
+        hashes, fingerprint = bytes(chain.hashes), client.format.fingerprint
         if kind == "layout":
-            layout = b"another"
+            fingerprint = b"another"
         if kind == "keys":  # a prefix is recognised by its last hash
             hashes = b"\0" * HASH_BYTES + hashes[HASH_BYTES:]
-        lookup = wire.Lookup("m", 1, 1, request, 1, hashes, True, hurries=True, layout=layout)
-        count, _, held = self.desk.ask(client, lookup)
-        self.held.pop((client, request), None)
-        assert (held is None) == (not count or self.verify == "always" or kind != "")
+        lookup = wire.Lookup("m", 1, 1, request, 1, hashes, True, hurries=True, layout=fingerprint)
+        count, _, held = self.desk.ask_only(name, lookup)
+        client.held.pop(request, None)
+        assert held is None or (count and self.verify != "always" and kind == "")
         if held is not None:
             assert (held.first, held.size, len(held.ranks)) == (0, PAGE, 1)
             assert held.withdrawals == self.desk.index.namespaces.withdrawals
             keys = [hashes[at : at + HASH_BYTES] for at in range(0, count * HASH_BYTES, HASH_BYTES)]
-            starts = [start for ((start, _),), _ in held.ranks[0]]
-            self.held[client, request] = list(zip(keys, starts, strict=True))
+            for key, place in zip(keys, held.ranks[0], strict=True):
+                assert bool(place.checksum) == (self.verify == "sampled" and key[0] < 16)
+                assert place.checksum in (0, checksum(self.bytes, place.extents, PAGE))
+            starts = [start for place in held.ranks[0] for start, _ in place.extents]
+            client.held[request] = [(key, at, client.format) for key, at in zip(keys, starts, strict=True)]
 
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def end_session(self, data: st.DataObject) -> None:
-        client, request = data.draw(st.sampled_from(sorted(self.held)))
-        del self.held[client, request]
-        self.desk.ask(client, wire.EndSession(request))
+    @rule(name=CLIENTS, request=st.sampled_from("xy"))
+    def end_session(self, name: bytes, request: str) -> None:
+        if name in self.clients:
+            self.clients[name].held.pop(request, None)
+            self.desk.send(name, wire.EndSession(request))
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
@@ -201,21 +257,40 @@ class PlacementMachine(RuleBasedStateMachine):
         each = data.draw(st.sampled_from(self.asked))
         self.desk.send(each.client, wire.Unregister(1))
         self._register(each.client)
-        self.desk.deliver(each.client, wire.encode_request(int.from_bytes(each.number, "little"), each.request))
+        self.desk.deliver(each.client, wire.encode_request(int.from_bytes(each.number[1], "little"), each.request))
 
-    @rule(client=CLIENTS)
-    def die(self, client: bytes) -> None:
-        self.asked = [each for each in self.asked if each.client != client]
-        self.held = {key: places for key, places in self.held.items() if key[0] != client}
-        self.desk.die(client)
+    @rule(name=CLIENTS, format=st.sampled_from(FORMATS), is_faulty=st.sampled_from([False, False, True]))
+    def register_otherwise(self, name: bytes, format: BlockFormat, is_faulty: bool) -> None:
+        """What was placed goes on; what is asked later is of the new registration."""
+        client = self._connect(name)
+        client.format, client.is_faulty = format, is_faulty
+        self._register(name)
 
-    @rule(client=CLIENTS)
-    def forget(self, client: bytes) -> None:
-        self._connect(client)
-        self.desk.send(client, wire.Forget())
+    @rule(name=CLIENTS, has_left=st.booleans())
+    def die(self, name: bytes, has_left: bool) -> None:
+        if self.clients.pop(name, None) is None:
+            return
+        gone = [each for each in self.asked if each.client == name]
+        self.asked = [each for each in self.asked if each.client != name]
+        if not has_left:
+            self.ghosts += [(self.desk.now + LINGER_S, each) for each in gone if each.is_store and each.places()]
+        self.desk.liveness_files[name].left = has_left
+        self.desk.die(name)
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, LINGER_S]))
+    def pass_time(self, seconds: float) -> None:
+        now = self.desk.now + seconds
+        self.ghosts = [(end, each) for end, each in self.ghosts if end > now]
+        self.desk.tick(now, 1000.0 + now)
+        self.desk.expire()
+
+    @rule(name=CLIENTS)
+    def forget(self, name: bytes) -> None:
+        self._connect(name)
+        self.desk.send(name, wire.Forget())
         self.desk.expire()
         for each in self.asked:
-            each.is_forgotten |= each.placement is not None
+            each.is_forgotten |= each.copying is not None
 
 
 TestPlacements = PlacementMachine.TestCase

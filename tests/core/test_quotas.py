@@ -235,7 +235,7 @@ def test_rules_are_told_again_until_the_tier_has_taken_them() -> None:
 
 def salted(name: str, salt: bytes) -> wire.Store:
     """Store a prompt of one chunk with a salt."""
-    return wire.Store(1, 1, [msgspec.structs.replace(shards(prompt(name, 1)), salt=salt)])
+    return wire.Store(1, [msgspec.structs.replace(shards(prompt(name, 1)), salt=salt)])
 
 
 @pytest.fixture
@@ -311,7 +311,7 @@ def test_leases_of_a_salts_prompts_have_the_budget_of_its_account(desk: Desk) ->
     desk.ask(client, wire.SetQuota("", pages(8, 8), tag))
     ours, theirs = prompt("ours", 8), prompt("theirs", 12)
     for chain, salt in ((ours, tag), (theirs, b"")):
-        assert desk.ask(client, wire.Store(1, 1, [msgspec.structs.replace(shards(chain), salt=salt)])) is True
+        assert desk.ask(client, wire.Store(1, [msgspec.structs.replace(shards(chain), salt=salt)])) is True
 
     def lease(name: str, chain: ChunkChain, chunks: int, salt: bytes) -> object:
         hashes = bytes(chain.hashes[: 32 * chunks])

@@ -216,7 +216,7 @@ def test_a_slow_load_beside_another_counts_only_for_what_it_takes_longer(tier: M
     for here, end in ((new_host(tier, pages=512), 199), (new_host(far, pages=512), 200), (host, 192)):
         for first in range(0, end, 32):
             last = min(end, first + 32)
-            here.find(b"one", wire.Store(1, 1, [shards(chain, first, last, blocks=list(range(2 * (last - first))))]))
+            here.find(b"one", wire.Store(1, [shards(chain, first, last)]))
     near_speed, far_speed = (state.speed for state in host.depot.tiering._tiers)
     near_speed.loaded(7 * PAGE, -0.35, 0.0)
     far_speed.find_s = 0.36
@@ -262,7 +262,7 @@ def test_a_hurried_lookup_is_answered_from_memory_at_once_and_counted_once(tier:
     hurried = host.send(b"one", msgspec.structs.replace(look(chain), hurries=True))
     assert host.answers[waiting] == 0 and host.answers[hurried] == 3
     host.ask(b"one", wire.EndSession("r"))
-    host.send(b"one", wire.Store(1, 1, [shards(chain, 3, 5)]))  # its copy is in progress
+    host.send(b"one", wire.Store(1, [shards(chain, 3, 5)]))  # its copy is in progress
     waiting = host.send(b"one", look(chain))
     hurried = host.send(b"one", msgspec.structs.replace(look(chain), hurries=True))
     assert host.answers[waiting] == 0 and host.answers[hurried] == 3

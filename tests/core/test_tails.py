@@ -38,7 +38,7 @@ def stored(end: wire.Tail, continues: bytes = b"", groups: int = 2) -> list[wire
     """Stores of a tail's parts in the first groups."""
     part = shards(CHAIN, first=end.chunks, end=end.chunks + 1)
     part = msgspec.structs.replace(part, hashes=end.key, continues=continues)
-    return [wire.Store(instance_of(STATES, group), 1, [part]) for group in range(groups)]
+    return [wire.Store(instance_of(STATES, group), [part]) for group in range(groups)]
 
 
 def with_tails(*tails: wire.Tail) -> wire.Lookup:

@@ -332,7 +332,7 @@ def test_stores_beyond_the_queue_are_dropped_and_counted(tier: MemoryTier) -> No
     host = new_host(("disk:///d?queue_mib=1&threads=1", tier), pages=1024)
     chain = prompt("a", 384)
     for first in range(0, 384, 32):
-        host.ask(b"one", wire.Store(1, 1, [shards(chain, first, first + 32, blocks=list(range(64)))]))
+        host.ask(b"one", wire.Store(1, [shards(chain, first, first + 32)]))
     status = host.depot.tiering.status(0.0)[0]
     assert status.queued_bytes <= 1 << 20
     host.rest()
@@ -350,7 +350,7 @@ def test_shards_unsaved_for_a_failure_are_counted_apart_from_a_full_queue(tier: 
     assert (host.depot.tiering.status(0.0)[0].error, host.depot.tiering.status(0.0)[0].error_s) == ("", None)
     faulty.inject(down=1)
     for i in range(FAILURES + 2):
-        host.ask(b"one", wire.Store(1, 1 + i, [shards(prompt(f"p{i}", 2), 0, 2, blocks=list(range(4)))]))
+        host.ask(b"one", wire.Store(1, [shards(prompt(f"p{i}", 2), 0, 2)]))
         host.rest()
     status = host.depot.tiering.status(host.now + 7.0)[0]
     assert status.state == "circuit breaker open" and status.error
@@ -743,7 +743,7 @@ def test_a_lookup_of_many_ranks_costs_no_more_than_a_request_may(tier: MemoryTie
     chain = prompt("a", 1)
     ranks = 512
     parts = [shards(chain, world_size=ranks, rank=rank) for rank in range(ranks)]
-    host.send(b"one", wire.Store(1, 1, parts))  # the namespace is known from now on, whatever becomes of the copies
+    host.send(b"one", wire.Store(1, parts))  # the namespace is known from now on, whatever becomes of the copies
     clients = [host.hello(b"%d" % i) for i in range(17)]  # each may have one prompt larger than all should pin
     asked = [host.send(each, look(prompt(f"b{each!r}", 1024), "r", world_size=ranks)) for each in clients]
     assert [len(tier_task.objects) for tier_task in host.tier_tasks] == [

@@ -202,7 +202,7 @@ def test_what_is_pinned_and_too_old_stays_whole_when_its_head_is_stored_anew() -
     assert host.find(b"one", look(chain, "holds")) == 3
     host.tick(61.0, 1061.0)
     host.send(b"one", store(chain, end=2))
-    for task in host.copies():
+    for task in host.copies:
         host.finish(task, outcome=False)  # its blocks were needed for something else
     assert host.find(b"one", retrieve(chain, request="holds")) == [True] * 3
     assert host.find(b"one", look(chain, "later")) == 2, "what was computed again is new"

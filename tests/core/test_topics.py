@@ -26,9 +26,10 @@ def test_a_topic_is_there_while_an_engine_that_names_it_is_registered() -> None:
     desk = Desk(settings=NAMED)
     for client in (b"one", b"two", b"three"):
         desk.hello(client)
-    desk.send(b"one", wire.Register(1, layout(), "m", 1, 0, PER_CHUNK, 1, topic="kv@a@m"))
-    assert topics(desk) == set(), "its tensors are not mapped yet"
-    desk.settle()
+    request = wire.Register(1, layout(), "m", 1, 0, PER_CHUNK, 1, topic="kv@a@m", fault="the self-test failed")
+    assert desk.ask(b"one", request) is None
+    assert topics(desk) == set(), "it can load nothing"
+    register(desk, b"one", "kv@a@m")
     register(desk, b"two", "kv@a@m")
     register(desk, b"two", "kv@b@n", "n", instance=2)
     register(desk, b"three", "")

@@ -89,7 +89,7 @@ def test_the_latest_chunks_that_left_are_remembered(desk: Desk, monkeypatch: pyt
 
 def test_a_chunk_whose_store_failed_was_never_there(desk: Desk) -> None:
     desk.send(b"one", store(chain(5)))
-    desk.finish(desk.tasks[0], False)
+    desk.finish(desk.copies[0], False)
     assert ends(desk, chain(5)) == (0, "absent", hash_at(chain(5), 0))
 
 
@@ -161,7 +161,7 @@ def test_what_was_loaded_stored_and_refused_is_counted_in_shards(desk: Desk) -> 
     desk.ask(b"one", store(chain(1, 2, 3), request="r"))
     desk.ask(b"one", retrieve(chain(1, 2, 9), request="r"))
     asked = desk.send(b"one", store(chain(5), request="r"))
-    desk.finish(desk.tasks[0], False)
+    desk.finish(desk.copies[0], False)
     assert desk.answers[asked] is False
     desk.ask(b"one", lookup(chain(1, 2, 3)))
     desk.ask(b"one", store(chain(20, 21), request="r"))  # one page is left, and the rest is pinned
@@ -170,9 +170,9 @@ def test_what_was_loaded_stored_and_refused_is_counted_in_shards(desk: Desk) -> 
     }  # fmt: skip
     desk.ask(b"one", wire.EndSession("r", 2, asked=wire.Asked(4, 3, 1, 1)))
     assert why(desk).engine == {"needed": 4, "in its own cache": 1, "found here": 3, "loaded": 2, "compared": 1}
-    shards_of = [shards(chain(31, 32), request="s"), shards(chain(41), request="t", blocks=[8, 9])]
+    shards_of = [shards(chain(31, 32), request="s"), shards(chain(41), request="t")]
     desk.ask(b"one", wire.EndSession("r"))
-    desk.ask(b"one", wire.Store(1, 1, shards_of))
+    desk.ask(b"one", wire.Store(1, shards_of))
     assert (why(desk, "s").shards, why(desk, "t").shards) == ({"stored": 2}, {"stored": 1})
     assert isinstance(desk.ask(b"one", retrieve(chain(1), 7, request="r")), Exception)
     assert why(desk).errors == ["Retrieve: no KV tensors are registered under instance 7"]

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from kvdepot.errors import BadRequest
 from kvdepot.keys import ChunkChain
-from kvdepot.memory.comparison import CORRUPT
 from kvdepot.protocol import wire
-from kvdepot.protocol.layout import copied_by_client
-from tests.core.desk import BLOCK, PER_CHUNK, Desk, layout, lookup, prompt, shards, store
+from tests.core.desk import PER_CHUNK, Desk, layout, lookup, prompt, shards, store
 
 LIMIT = 0.25
+CORRUPT = [-1.0]
+"""Stands for bytes that have another checksum than was stored."""
 
 
 def register(desk: Desk, client: bytes, writer: str, **facts: str) -> None:
     """An engine whose KV can be compared."""
     desk.hello(client, engine=writer)
-    numbered = replace(layout(), numbers=[("bfloat16", BLOCK)])
-    request = wire.Register(1, numbered, "m", 1, 0, PER_CHUNK, 1, writer=writer, facts=facts)
+    request = wire.Register(1, layout(), "m", 1, 0, PER_CHUNK, 1, writer=writer, facts=facts)
     assert desk.ask(client, request) is None
 
 
 @pytest.fixture
 def desk() -> Desk:
     """Two engines; one has stored four chunks."""
-    made = Desk(settings={"verify_hits": 0.1})
+    made = Desk(settings={"verify_hits": 0.1, "verify": "always"})
     register(made, b"one", "first", vllm="0.32", dtype="bfloat16")
     register(made, b"two", "second", vllm="0.33", dtype="bfloat16")
     assert made.ask(b"one", store(prompt("p", 4))) is True
@@ -38,13 +36,12 @@ def desk() -> Desk:
 
 def compare(desk: Desk, client: bytes, chain: ChunkChain, *found: float | list[float], **how: bool) -> Any:
     """Compare a prompt's chunks, which, or whose parts, differ by this much; returns the answer."""
-    asked = desk.send(client, wire.Compare(1, 1, [shards(chain)], LIMIT, **how))
+    asked = desk.send(client, wire.Compare(1, [shards(chain)], LIMIT, **how))
     differences = [each if isinstance(each, list) else [each] for each in found]
-    for task in desk.copies():
-        taken = [differences.pop(0) for _ in task.pieces]
-        desk.tasks.remove(task)
-        desk.finished(task.token, taken)
-    assert not differences
+    for copying in desk.copies:
+        summed = [place.is_summed for place in copying.placement.places]
+        sums = [2 if each is CORRUPT else int(each != [0.0] and summed[i]) for i, each in enumerate(differences)]
+        desk.finish(copying, sums=sums, differences=[[1.0] if each is CORRUPT else each for each in differences])
     return desk.answers[asked]
 
 
@@ -138,14 +135,10 @@ def test_a_sample_that_differs_puts_its_model_into_quarantine(desk: Desk) -> Non
 def test_chunks_that_are_gone_or_not_comparable_count_as_unknown(desk: Desk) -> None:
     assert compare(desk, b"two", prompt("q", 4)) == wire.Comparison()
     assert compare(desk, b"two", prompt("p", 4), *[float("nan")] * 4) == wire.Comparison(unknown=4, writers=by("first"))
-    desk.hello(b"old")
-    desk.register(b"old")
-    assert desk.ask(b"old", wire.Compare(1, 1, [shards(prompt("p", 4))], LIMIT)) == wire.Comparison()
-    asked = desk.send(b"two", wire.Compare(1, 1, [shards(prompt("p", 4))], LIMIT))
+    asked = desk.send(b"two", wire.Compare(1, [shards(prompt("p", 4))], LIMIT))
     forgotten = desk.send(b"one", wire.Forget("m"))
-    for task in desk.copies():
-        desk.tasks.remove(task)
-        desk.finished(task.token, [[1.0]] * len(task.pieces))
+    for copying in desk.copies:
+        desk.finish(copying, sums=[1] * 4, differences=[[1.0]] * 4)
     assert desk.answers[asked] == wire.Comparison(), "forgotten meanwhile"
     desk.settle()
     assert forgotten in desk.answers
@@ -168,26 +161,16 @@ def test_a_chunk_with_a_wrong_checksum_accuses_nobody(desk: Desk) -> None:
     assert found(desk, b"one", prompt("p", 4)) == 0
 
 
-def test_a_client_that_copies_by_itself_is_not_compared(desk: Desk) -> None:
-    desk.hello(b"own")
-    layout = replace(copied_by_client(BLOCK * PER_CHUNK, "", 64), fingerprint=b"f" * 32)
-    numbered = replace(layout, numbers=[("bfloat16", layout.block_bytes)])
-    assert desk.ask(b"own", wire.Register(1, numbered, "m", 1, 0, 1, 1)) is None
-    part = replace(shards(prompt("p", 4)), block_ids=np.arange(4, dtype="<u4").tobytes())
-    assert desk.ask(b"own", wire.Compare(1, 1, [part], LIMIT)) == wire.Comparison()
-
-
 def test_a_quarantine_also_ends_loads_that_were_promised(desk: Desk) -> None:
     assert desk.ask(b"two", lookup(prompt("p", 4))) == 4
     compare(desk, b"one", prompt("p", 4), 0.0, 0.0, 0.0, 0.3, is_sample=True)
     assert desk.ask(b"two", wire.Retrieve(1, [shards(prompt("p", 4))])) == [False] * 4
 
 
-def test_a_voided_comparison_says_nothing(desk: Desk) -> None:
-    asked = desk.send(b"two", wire.Compare(1, 1, [shards(prompt("p", 4))], LIMIT))
-    (task,) = desk.copies()
-    desk.tasks.remove(task)
-    desk.finished(task.token, None)
+def test_a_comparison_that_its_client_could_not_make_says_nothing(desk: Desk) -> None:
+    asked = desk.send(b"two", wire.Compare(1, [shards(prompt("p", 4))], LIMIT))
+    (copying,) = desk.copies
+    desk.finish(copying, copied=False)
     assert desk.answers[asked] == wire.Comparison()
     assert desk.index.held == 0
 
@@ -213,7 +196,7 @@ def test_a_sample_is_refused_where_the_server_samples_no_hits() -> None:
     desk = Desk()
     register(desk, b"one", "first")
     assert desk.ask(b"one", store(prompt("p", 4))) is True
-    asked = wire.Compare(1, 1, [shards(prompt("p", 4))], LIMIT, is_sample=True)
+    asked = wire.Compare(1, [shards(prompt("p", 4))], LIMIT, is_sample=True)
     assert isinstance(desk.ask(b"one", asked), BadRequest)
     assert desk.depot.status().quarantined == []
     assert compare(desk, b"one", prompt("p", 4)) == wire.Comparison(), "a proof is welcome"
@@ -226,8 +209,7 @@ def test_a_tenant_with_many_differences_takes_neither_the_list_nor_the_log_of_ot
     for tenant in ("blue", "red"):
         for client in (f"{tenant} one", f"{tenant} two"):
             desk.hello(client.encode(), tenant, engine=client)
-            numbered = replace(layout(), numbers=[("bfloat16", BLOCK)])
-            request = wire.Register(1, numbered, "m", 1, 0, PER_CHUNK, 1, writer=client)
+            request = wire.Register(1, layout(), "m", 1, 0, PER_CHUNK, 1, writer=client)
             assert desk.ask(client.encode(), request) is None
         assert desk.ask(f"{tenant} one".encode(), store(prompt(tenant, 4))) is True
     compare(desk, b"blue two", prompt("blue", 1), 0.5)
@@ -240,7 +222,7 @@ def test_a_tenant_with_many_differences_takes_neither_the_list_nor_the_log_of_ot
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
 def test_a_limit_that_is_none_is_refused(desk: Desk, limit: float) -> None:
-    assert isinstance(desk.ask(b"two", wire.Compare(1, 1, [shards(prompt("p", 4))], limit)), BadRequest)
+    assert isinstance(desk.ask(b"two", wire.Compare(1, [shards(prompt("p", 4))], limit)), BadRequest)
 
 
 def test_too_many_or_too_long_facts_are_refused() -> None:

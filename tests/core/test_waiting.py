@@ -39,7 +39,7 @@ def desk() -> Desk:
 def begin(desk: Desk, request: wire.Store, client: bytes = b"one") -> Asked:
     """A store whose copies wait until the test lets them end."""
     asked = desk.send(client, request)
-    assert asked not in desk.answers and desk.copies()
+    assert asked not in desk.answers and desk.copies
     return asked
 
 
@@ -124,13 +124,13 @@ def test_a_rank_whose_store_hangs_stays_late_when_the_other_has_stored() -> None
     chain = prompt("a", 2)
     for rank in range(2):
         begin(host, store(chain, instance=rank + 1, world_size=2, rank=rank))
-    hanging = host.copies()[1]
+    hanging = host.copies[1]
     first = host.send(b"one", lookup(chain, "first", world_size=2))
     assert unheard(host, first)
     later(host, STORE_S)
     assert host.answers[first] == 0
-    host.finish(host.copies()[0])
-    assert host.copies() == [hanging]
+    host.finish(host.copies[0])
+    assert host.copies == [hanging]
     assert host.answers[host.send(b"one", lookup(chain, "second", world_size=2))] == 0
     host.settle()
     assert host.answers[host.send(b"one", lookup(chain, "third", world_size=2))] == 2
@@ -165,7 +165,7 @@ def test_the_deadline_counts_from_the_first_store_that_was_waited_for(desk: Desk
     asked = desk.send(b"two", lookup(chain))
     later(desk, STORE_S / 2)
     other = desk.send(b"two", lookup(chain, "other"))
-    desk.finish(desk.copies()[0])
+    desk.finish(desk.copies[0])
     assert unheard(desk, asked) and desk.depot.next_deadline() == STORE_S
     later(desk, STORE_S / 2)
     assert desk.answers[asked] == 2 and unheard(desk, other)
@@ -178,7 +178,7 @@ def test_not_more_than_so_many_lookups_wait_at_a_time(desk: Desk, monkeypatch: p
         begin(desk, store(chain, first=first, end=first + 3))
     asked = [desk.send(b"two", lookup(chain, f"r{i}")) for i in range(3)]
     assert [unheard(desk, each) for each in asked] == [True, True, False] and desk.answers[asked[2]] == 0
-    desk.finish(desk.copies()[0])  # those that wait already may go on waiting
+    desk.finish(desk.copies[0])  # those that wait already may go on waiting
     assert [unheard(desk, each) for each in asked[:2]] == [True, True]
     desk.settle()
     assert [desk.answers[each] for each in asked[:2]] == [6, 6]
@@ -220,8 +220,8 @@ def test_what_it_has_found_so_far_is_not_evicted_while_it_waits() -> None:
     asked = desk.send(b"one", lookup(chain))
     full = desk.send(b"one", store(prompt("b", 1)))
     assert desk.answers[full] is False
-    while desk.copies():
-        desk.finish(desk.copies()[0], False)
+    while desk.copies:
+        desk.finish(desk.copies[0], False)
     assert desk.answers[asked] == 2
 
 

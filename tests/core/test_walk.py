@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 import kvdepot
-from kvdepot.core.actions import Reply
+from kvdepot.core.actions import Prepare, Reply
 from kvdepot.core.index import index
-from kvdepot.memory.copier import Copy
+from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
 from kvdepot.protocol.wire import Request
 from tests.core.desk import PER_CHUNK, Desk, layout, lookup, prompt, store
@@ -65,17 +65,25 @@ class Walk:
 
 
 def walk(desk: Desk, request: Request) -> tuple[Walk, Walk]:
-    """The walks of a request, and of the end of its copies."""
+    """The walks of a request, and of what follows until its last answer."""
     asked, ended = Walk(), Walk()
     frames = [b"one", wire.encode_request(1 << 20, request)]
     with asked.watching():
-        actions = desk.connections.receive(frames, "", desk.now)
-    for task in [action for action in actions if isinstance(action, Copy)]:
+        (action,) = desk.connections.receive(frames, "", desk.now)
+    if isinstance(action, Prepare):
         with ended.watching():
-            actions = desk.depot.finished(task.token, [1] * len(task.pieces), desk.now)
-    (reply,) = (action for action in actions if isinstance(action, Reply))
+            (action,) = desk.depot.finished(action.token, True, desk.now)
+        assert isinstance(action, Reply) and isinstance(action.value, wire.Placement)
+        placed = action.value
+        frames = [
+            b"one",
+            wire.encode_request(2 << 20, wire.Complete(placed.operation, placed.boot, True, [0] * CHUNKS)),
+        ]
+        with ended.watching():
+            (action,) = desk.connections.receive(frames, "", desk.now)
+    assert isinstance(action, Reply) and not isinstance(action.value, KVDepotError)
     with ended.watching():
-        desk.connections.encode(reply, desk.now)
+        desk.connections.encode(action, desk.now)
     return asked, ended
 
 

@@ -53,11 +53,10 @@ class Transfers:
         recorders: Recorders,
         boot: bytes,
     ) -> None:
-        """boot: as in `wire.Placement`."""
         self.operations = 0  # in progress
         self.stored_bytes = self.retrieved_bytes = 0
         self._config = config
-        self._boot = boot
+        self._owner = config.arena, boot  # as in wire.Placement
         self._summed_below = summed_below(config.verify)
         self._index = index
         self._registrations = registrations
@@ -214,7 +213,7 @@ class Transfers:
             for (chunk, rank), is_summed in zip(operation.chunks, operation.summed, strict=True)
         ]
         number = _id(operation.number)
-        operation.placement = wire.Placement(number, self._config.arena, self._boot, operation.positions, places)
+        operation.placement = wire.Placement(number, *self._owner, operation.positions, places)
         return self._answer_again(operation.client, operation.number)
 
     def _answer_again(self, client: Client, number: bytes) -> list[Action]:
