@@ -67,7 +67,9 @@ def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]
         what = f"{plural(status.faulty_engines, 'engine')} can neither store nor load KV"
         if faulty := next((each for each in status.engines if each.fault), None):  # the list of engines is limited
             what += f", such as {faulty.engine}: {faulty.fault.rstrip('.')}"
-        yield Concern(f"{what}.", "Such an engine computes all prompts. Its log has the error; restart it when the cause is gone.")
+        yield Concern(
+            f"{what}.", "Such an engine computes all prompts. Its log has the error; restart it when the cause is gone."
+        )
     if status.divided_engines:
         what = f"{plural(status.divided_engines, 'engine')}: scheduler and workers disagree on the identity of the KV."
         yield Concern(what, "It stores and loads nothing. Report it with the error line in the engine's log.")
