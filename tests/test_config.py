@@ -93,7 +93,7 @@ def test_a_size_can_have_a_unit_wherever_it_is_a_setting(tmp_path: Path, text: s
     [
         ("arena_gib", "64G", "'64G' is not a size: write 64GiB or 512MiB, say, or a plain number of GiB"),
         ("arena_gib", "9" * 400 + "GiB", "inf is out of range, it must be <= 1073741824"),
-        ("gpu_staging_mib", "8GiB", "8192 is out of range, it must be <= 4096"),
+        ("max_message_mib", "8GiB", "8192 is out of range, it must be <= 1024"),
         ("max_message_mib", "1536KiB", "1.5 MiB is not a whole number of MiB"),
     ],
 )
@@ -183,12 +183,12 @@ def test_the_default_endpoint_is_in_the_first_folder_that_is_usable_and_short(
 
 
 def test_each_value_is_told_with_where_it_comes_from(tmp_path: Path) -> None:
-    file = write(tmp_path, "chunk_size = 128\ncopy_threads = 3\npolicy = 'lru'\n")
-    loaded, sources = config.load_with_sources(file, {"policy": "learned"}, {"KVDEPOT_COPY_THREADS": "4"})
-    assert (loaded.chunk_size, loaded.copy_threads, loaded.policy) == (128, 4, "learned")
+    file = write(tmp_path, "chunk_size = 128\nmax_clients = 3\npolicy = 'lru'\n")
+    loaded, sources = config.load_with_sources(file, {"policy": "learned"}, {"KVDEPOT_MAX_CLIENTS": "4"})
+    assert (loaded.chunk_size, loaded.max_clients, loaded.policy) == (128, 4, "learned")
     assert set(sources) == set(Config.__struct_fields__)
     told = {name: source for name, source in sources.items() if source != "default"}
-    assert told == {"chunk_size": file, "copy_threads": "KVDEPOT_COPY_THREADS", "policy": "--policy"}
+    assert told == {"chunk_size": file, "max_clients": "KVDEPOT_MAX_CLIENTS", "policy": "--policy"}
 
 
 def test_settings_are_shown_without_their_passwords() -> None:

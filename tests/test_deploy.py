@@ -133,6 +133,9 @@ def settings(environ: dict[str, str]) -> Config:
 
 # -- compose
 
+SHARED = "ipc:///run/kvdepot/depot.sock", "/run/kvdepot"
+"""The endpoint, and the arena's folder, of all that is deployed in containers."""
+
 
 def compose() -> dict[str, Any]:
     text = (DEPLOY / "compose.yaml").read_text()
@@ -154,15 +157,21 @@ def test_the_compose_file_names_stages_and_settings_that_exist() -> None:
     assert document["services"]["depot-cpu"]["environment"] == depot["environment"]
     config = settings(of_image() | {k: v or "" for k, v in depot["environment"].items()})
     transfer = json.loads(vllm["command"][vllm["command"].index("--kv-transfer-config") + 1])
-    assert transfer["kv_connector"] == "KVDepotConnector"
-    assert transfer["kv_connector_extra_config"]["kvdepot.url"] == config.url
+    assert transfer == {"kv_connector": "KVDepotConnector", "kv_role": "kv_both"}
+    for name in ("vllm", "demo"):
+        engine = document["services"][name]
+        assert (engine["environment"]["KVDEPOT_URL"], engine["environment"]["KVDEPOT_ARENA_DIR"]) == SHARED
+        assert f"memory:{config.arena_dir}" in engine["volumes"] and f"memory:{config.arena_dir}" in depot["volumes"]
+    assert (config.url, config.arena_dir) == SHARED
+    assert not {"deploy", "ipc", "pid"} & set(depot)  # the server uses no GPU
     assert config.on_stop == "keep"  # the volume outlives the container, and the memory is given back with it
 
 
 # -- containers
 
 _TWO = """
-mount -t tmpfs -o size=512m,mode=0700 tmpfs /dev/shm || exit 99
+mount -t tmpfs -o size=64m,mode=0700 tmpfs /dev/shm || exit 99
+mkdir -p $KVDEPOT_ARENA_DIR && mount -t tmpfs -o size=512m,mode=0700 tmpfs $KVDEPOT_ARENA_DIR || exit 99
 apart="unshare --ipc --pid --fork --mount-proc --kill-child"
 $apart $PYTHON -m kvdepot.cli serve --arena-gib 0.0625 & server=$!
 until $apart $PYTHON -m kvdepot.cli status >/dev/null 2>&1; do kill -0 $server || exit 98; done
@@ -180,9 +189,10 @@ exit $code
 """
 
 
-def test_server_and_engine_need_no_namespace_in_common_but_dev_shm() -> None:
-    config = settings(of_image())
-    environ = {**os.environ, "PYTHON": sys.executable, "KVDEPOT_URL": config.url, "KVDEPOT_HTTP": "off"}
+def test_server_and_engine_share_one_folder_and_no_namespace(tmp_path: Path) -> None:
+    folder = str(tmp_path / "shared")
+    shared = {"KVDEPOT_URL": f"ipc://{folder}/depot.sock", "KVDEPOT_ARENA_DIR": folder}
+    environ = {**os.environ, "PYTHON": sys.executable, "KVDEPOT_HTTP": "off", **shared}
     process = subprocess.Popen(
         ["unshare", "--mount", "--propagation", "private", "sh", "-c", _TWO],
         cwd=ROOT, env=environ, text=True, stderr=subprocess.PIPE, start_new_session=True,
@@ -237,7 +247,6 @@ EVERYTHING = {
     "user": 1_000_680_000,
     "settings": {"policy": "lru", "lookup_s": 0.5, "max_pins": 2_000_000},
     "tiers": ["disk:///var/cache/kvdepot?capacity_gib=10", "redis://cache:6379/0"],
-    "gpu": {"enabled": True},
     "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
     "dashboard": {"enabled": True},
@@ -338,7 +347,7 @@ def test_the_charts_pod_has_no_privileges_and_of_the_node_only_its_folders(chart
     restrictions(pod)
     folders = {v["name"]: v["hostPath"]["path"] for v in pod["volumes"] if "hostPath" in v}
     assert folders.pop("cache", "/var/cache/kvdepot") == "/var/cache/kvdepot"
-    assert folders == {"shm": "/dev/shm/kvdepot"}
+    assert folders == {"kvdepot": "/dev/shm/kvdepot"}
     (server,) = pod["containers"]
     assert server["securityContext"]["readOnlyRootFilesystem"] is True
     assert server["readinessProbe"]["httpGet"]["path"] == "/readyz"
@@ -352,7 +361,8 @@ def test_the_charts_pod_has_no_privileges_and_of_the_node_only_its_folders(chart
 def test_the_settings_of_the_chart_are_settings(chart: dict[str, dict[str, Any]]) -> None:
     (server,) = chart["DaemonSet"]["spec"]["template"]["spec"]["containers"]
     config = settings(environment(server))
-    assert config.url == "ipc:///dev/shm/kvdepot.sock"
+    assert (config.url, config.arena_dir) == SHARED
+    assert {"name": "kvdepot", "mountPath": config.arena_dir} in server["volumeMounts"]
     assert config.on_stop == "keep"  # the node's folder outlives the container
     assert config.http == f"0.0.0.0:{server['ports'][0]['containerPort']}"
     memory = server["resources"]["limits"]["memory"]
@@ -369,11 +379,10 @@ def test_all_values_of_the_chart_arrive() -> None:
     assert pod["securityContext"]["runAsUser"] == 1_000_680_000
     (owner,) = [each["env"] for each in pod["initContainers"] if each["name"] == "prepare"]
     assert owner == [
-        {"name": "OWNER", "value": "1000680000"}, {"name": "FOLDERS", "value": "/dev/shm /var/cache/kvdepot"}
+        {"name": "OWNER", "value": "1000680000"}, {"name": "FOLDERS", "value": "/run/kvdepot /var/cache/kvdepot"}
     ]  # fmt: skip
-    assert pod["runtimeClassName"] == "nvidia"
     assert {"name": "AWS_REGION", "value": "eu-central-1"} in server["env"]
-    assert {"/dev/shm", "/var/cache/kvdepot", "/keys"} <= {mount["mountPath"] for mount in server["volumeMounts"]}
+    assert {"/run/kvdepot", "/var/cache/kvdepot", "/keys"} <= {mount["mountPath"] for mount in server["volumeMounts"]}
     assert made["ServiceAccount"]["metadata"]["annotations"] == {"role": "kv"}
     at = str(EVERYTHING["docs"])
     linked = alerts.render().replace(f'runbook: "{alerts.RUNBOOKS}', f'runbook_url: "{at}')
@@ -401,6 +410,7 @@ def test_the_size_of_the_arena_can_have_its_unit() -> None:
         ({"user": 0}, "must not be root"),
         ({"configSecret": "Not a name"}, "configSecret"),
         ({"settings": {"http": "off"}}, "settings.http: the chart sets this"),
+        ({"settings": {"arena_dir": "/tmp"}}, "settings.arena_dir: the chart sets this"),
         ({"networkPolicy": {"enabled": True}, "tiers": ["redis://cache"]}, "could not reach its tiers"),
         ({"arenaGib": 16}, "arenaGib"),
         ({"arenaGiB": "64MB"}, "arenaGiB"),
@@ -464,21 +474,25 @@ def test_kubernetes_takes_the_example_pods(name: str) -> None:
     volumes = {volume["name"]: volume for volume in made["spec"]["volumes"]}
     values = module("yaml").safe_load((CHART / "values.yaml").read_text())
     if name == "engine":
-        assert volumes["shm"]["hostPath"]["path"] == values["shm"]["hostPath"]
+        assert volumes["kvdepot"]["hostPath"]["path"] == values["shm"]["hostPath"]
         assert made["spec"]["securityContext"]["runAsUser"] == values["user"]
     else:
         assert not [volume for volume in volumes.values() if "hostPath" in volume]
-        assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+        assert volumes["kvdepot"]["emptyDir"]["medium"] == "Memory"
+    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
     for container in [*made["spec"].get("initContainers", []), *made["spec"]["containers"]]:
-        assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+        config = settings(environment(container))
+        assert (config.url, config.arena_dir) == SHARED
+        assert {"name": "kvdepot", "mountPath": config.arena_dir} in container["volumeMounts"]
         if container["name"] == "depot":
-            config = settings(environment(container))
+            assert "nvidia.com/gpu" not in container["resources"]["limits"]
             assert config.on_stop == "keep"
-            for room in (container["resources"]["limits"]["memory"], volumes["shm"]["emptyDir"]["sizeLimit"]):
+            for room in (container["resources"]["limits"]["memory"], volumes["kvdepot"]["emptyDir"]["sizeLimit"]):
                 assert room.endswith("Gi") and int(room[:-2]) > config.arena_gib
         else:
             (said,) = [each.partition("=")[2] for each in container["args"] if "kv-transfer-config" in each]
-            assert json.loads(said)["kv_connector_extra_config"] == {"kvdepot.url": "ipc:///dev/shm/kvdepot.sock"}
+            assert json.loads(said) == {"kv_connector": "KVDepotConnector", "kv_role": "kv_both"}
+            assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
             for probe in (container["startupProbe"], container["readinessProbe"]):
                 assert probe["httpGet"] == {"path": "/health", "port": container["ports"][0]["name"]}
             patience_s = container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"]

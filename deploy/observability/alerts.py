@@ -121,6 +121,13 @@ ALERTS = (
         "the engine's log.",
     ),
     Alert(
+        "KVDepotEngineUncached", "warning", "5m",
+        "kvdepot_faulty_engines > 0",
+        "{{ $value }} engines at {{ $labels.instance }} neither store nor load KV: copies of theirs cannot be trusted.",
+        "`kvdepot status` says why: a worker's self-test failed, or its device cannot be used. The engines compute "
+        "everything. Restart them when the cause is gone.",
+    ),
+    Alert(
         "KVDepotHitRateCollapsed", "warning", "30m",
         "increase(kvdepot_reused_tokens_total[1h]) / increase(kvdepot_asked_tokens_total[1h])"
         " < 0.5 * increase(kvdepot_reused_tokens_total[1d]) / increase(kvdepot_asked_tokens_total[1d])"
@@ -164,13 +171,6 @@ ALERTS = (
         "rate(kvdepot_tier_dropped_shards_total[15m]) > 0",
         "{{ $labels.instance }} drops writes to {{ $labels.tier }}.",
         "The store cannot keep up: give it more threads, a longer queue (queue_mib), or write=on_evict.",
-    ),
-    Alert(
-        "KVDepotGpuFailing", "warning", "5m",
-        "kvdepot_device_up == 0",
-        "Copies to and from {{ $labels.device }} at {{ $labels.instance }} fail.",
-        "`kvdepot status` has the driver's error; engines recompute meanwhile. Restart the engines on that GPU, and "
-        "the server if that does not help.",
     ),
     *_of_counters(),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The Grafana dashboard: totals, health, savings, memory and tiers, models and tenants, traffic, GPUs.
+"""The Grafana dashboard: totals, health, savings, memory and tiers, models and tenants, traffic.
 
 Rendered as the JSON that Grafana imports (schema version 39, Grafana 10 and newer). Panels are laid out from left to
 right, 24 columns per row. Every query uses the chosen data source and servers, except those of vLLM's own metrics,
@@ -14,7 +14,7 @@ from typing import Any
 
 from deploy.observability.alerts import RUNBOOKS
 
-__all__ = ["FOLDED", "ROWS", "Panel", "dashboard", "render"]
+__all__ = ["ROWS", "Panel", "dashboard", "render"]
 
 _COLUMNS = 24
 _PAGE = {
@@ -232,64 +232,43 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         _quantiles("Lookup latency", "From receiving a lookup to answering it, with the wait for stores and tiers; "
                    "median and 99th percentile.", 'kvdepot_request_duration_seconds_bucket{@, request="Lookup"}', "",
                    alarm=0.5),
-        _quantiles("Store and retrieve latency", "From receiving a request to answering it; median and 99th "
-                   "percentile.", 'kvdepot_request_duration_seconds_bucket{@, request=~"Store|Retrieve"}', "request"),
+        _quantiles("Store and retrieve latency", "From receiving a request to answering it, which is before the "
+                   "engine copies; median and 99th percentile.",
+                   'kvdepot_request_duration_seconds_bucket{@, request=~"Store|Retrieve"}', "request"),
         _quantiles("Hit length", "Tokens that a lookup found, of those that found any; median and 99th percentile.",
                    "kvdepot_hit_tokens_bucket{@}", "", "short"),
         Panel("Loop lag", "How long a request waits before the server handles it.", (
             ("kvdepot_loop_lag_seconds{@}", "{{instance}}"),
         ), "s", alarm=1),
-        Panel("Engine processes", "Connected schedulers and workers.", (
-            ("kvdepot_engine_processes{@}", "{{instance}}"),
-        )),
+        Panel("Engine processes", "Connected schedulers and workers; and engines that neither store nor load, because "
+              "a worker's self-test failed.", (
+                  ("kvdepot_engine_processes{@}", "{{instance}}"),
+                  ("kvdepot_faulty_engines{@} > 0", "{{instance}} uncached engines"),
+              )),
         Panel("Refused", "Refusals per second; SECURITY.md names the setting of each limit.", (
             ("rate(kvdepot_refused_total{@}[$__rate_interval]) > 0", "{{instance}} {{what}}"),
         )),
     )),
-    ("GPUs", (
-        Panel("Copies succeed", "1, or 0 after a failed copy; `kvdepot status` has the driver's error.", (
-            ("kvdepot_device_up{@}", "{{instance}} {{device}}"),
-        ), columns=6, highest=1),
-        Panel("Workers", "Registrations of KV tensors on a GPU.", (
-            ("kvdepot_device_registrations{@}", "{{instance}} {{device}}"),
-        ), columns=6),
-        Panel("GPU memory", "GPU memory used by the server: its context, and staging buffers.", (
-            ("kvdepot_device_context_bytes{@}", "{{instance}} {{device}} context"),
-            ("kvdepot_device_staging_bytes{@}", "{{instance}} {{device}} staging"),
-        ), "bytes", columns=6),
-        Panel("Memory registered with the driver", "Copies from and to unregistered memory go through the driver's "
-              "own buffers and are slower.", (
-                  ("max by (instance) (kvdepot_device_pinned_bytes{@})", "{{instance}} registered"),
-                  ("kvdepot_memory_capacity_bytes{@} and on (instance) kvdepot_device_up{@}", "{{instance}} arena"),
-              ), "bytes", columns=6),
-    )),
 )  # fmt: skip
 """The rows from top to bottom, and their panels from left to right."""
-FOLDED = ("GPUs",)
-"""Rows for which only some servers have data: collapsed, and not queried until they are opened."""
 
 
 def dashboard() -> dict[str, Any]:
     """The dashboard as plain data."""
     panels: list[dict[str, Any]] = []
-    made: list[dict[str, Any]] = []
     y = 0
     for title, row in ROWS:
         heading: dict[str, Any] = {"type": "row", "title": title, "gridPos": _place(0, y, _COLUMNS, 1)}
-        heading |= {"collapsed": title in FOLDED, "panels": []}
-        panels.append(heading)
-        made.append(heading)
-        into = heading["panels"] if heading["collapsed"] else panels
+        panels.append(heading | {"collapsed": False, "panels": []})
         x, y = 0, y + 1
         height = 4 if row[0].kind == "stat" else 8
         for panel in row:
             if x + panel.columns > _COLUMNS:
                 x, y = 0, y + height
-            made.append(_panel(panel) | {"gridPos": _place(x, y, panel.columns, height)})
-            into.append(made[-1])
+            panels.append(_panel(panel) | {"gridPos": _place(x, y, panel.columns, height)})
             x += panel.columns
         y += height
-    for number, each in enumerate(made, 1):
+    for number, each in enumerate(panels, 1):
         each["id"] = number
     return {
         "uid": "kvdepot",

@@ -96,7 +96,7 @@ _ADDRESS = re.compile(r"([A-Za-z0-9.\-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5}
 _MOST_GIB = 1 << 30
 
 
-TOPICS = ("Memory", "Tiers", "Connections and security", "Copies", "Start, stop, log", "Limits")
+TOPICS = ("Memory", "Tiers", "Connections and security", "Start, stop, log", "Limits")
 """The topics of settings, in the order of the help."""
 
 
@@ -106,7 +106,7 @@ def _about(topic: str, description: str, metavar: str = "N", **bounds: Any) -> M
 
 
 _share = partial(_about, "")
-_memory, _tier, _access, _copies, _life, _limit = (partial(_about, topic) for topic in TOPICS)
+_memory, _tier, _access, _life, _limit = (partial(_about, topic) for topic in TOPICS)
 
 
 def _one_of(*words: str) -> str:
@@ -180,16 +180,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, _memory("folder of a tmpfs for the arena; clients see the same one at KVDEPOT_ARENA_DIR", "DIR")
     ] = str(SHM)
     arena_name: Annotated[str, _memory("name of the arena's file; empty = derived from user and url", "NAME")] = ""
-    copy_threads: Annotated[int, _copies("threads that copy KV", ge=1, le=256)] = 2
-    gpu_staging_mib: Annotated[
-        int, _copies("device memory that copies may use on each GPU in use, in MiB or as 1GiB", "SIZE", ge=0, le=4096)
-    ] = 64
-    gpu_dma_from_kib: Annotated[
-        int, _copies("size of a copy from which on copy engines are used, in KiB; 0: always", "SIZE", ge=0, le=1 << 20)
-    ] = 28
-    gpu_idle_s: Annotated[
-        float, _copies("seconds without a worker after which the server releases a GPU", ge=0, le=86_400)
-    ] = 180.0
     policy: Annotated[
         str, _memory("eviction policy: " + ", ".join(sorted(POLICIES)), pattern=_one_of(*sorted(POLICIES)))
     ] = "learned"
@@ -207,7 +197,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_hint_priority: Annotated[
         int, _limit("highest priority that a request's hints can give its leases", ge=0, le=MOST_PRIORITY)
     ] = NORMAL
-    drain_s: Annotated[float, _life("seconds to finish copies in flight when stopped", ge=0, le=86_400)] = 5.0
+    drain_s: Annotated[float, _life("seconds that copies in progress may take when stopped", ge=0, le=86_400)] = 5.0
     idle_exit: Annotated[
         float, _life("seconds without an engine after which the server stops; 0 = never", ge=0, le=1e9)
     ] = 0.0

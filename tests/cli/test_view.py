@@ -11,7 +11,7 @@ import pytest
 from kvdepot import cli
 from kvdepot.cli import view
 from kvdepot.metrics import BOUNDS_S, Event, Latency
-from kvdepot.status import OTHERS, AnswersStatus, NamespaceStatus, Status, TierStatus, TokenCounts, Usage
+from kvdepot.status import OTHERS, AnswersStatus, Engine, NamespaceStatus, Status, TierStatus, TokenCounts, Usage
 from tests.cli.command import terminal
 from tests.conftest import Depot, eventually
 
@@ -94,6 +94,10 @@ def test_what_somebody_should_look_at_is_said() -> None:
         "2 chunks failed checksum verification",
     ):
         assert words in text
+    engine = Engine("4b7d", 9.0, 0.1, ["m"], [0], "", 0, 0, 0, "gpu-7", fault="block 3 came back different")
+    lines = shown(a_status(engines=[engine], faulty_engines=1)).splitlines()
+    assert any("gpu-7: block 3 came back different" in line for line in lines)
+    assert ["m", "gpu-7", "rank 0", "uncached"] in [re.split(r"  +", line.strip())[:4] for line in lines]
     assert "Healthy, no engine is connected, up" in shown(a_status())
     assert "Healthy, up" in shown(a_status(engine_count=1))
 

@@ -8,6 +8,7 @@ import os
 import pytest
 
 from kvdepot.protocol import wire
+from kvdepot.protocol.layout import chunk_format
 from tests.core.test_connections import ask, harness
 from tests.harness import Harness
 
@@ -80,6 +81,18 @@ def test_engines_of_two_users_are_two_whatever_their_name(server: Harness, caplo
         server.hello(user.encode(), user, engine="seven")
         look_up(server, user.encode())
     assert lines(caplog) == 2 * ["engine seven connected: llama"]
+
+
+def test_an_engine_is_faulty_once_whatever_the_number_of_its_faulty_workers(server: Harness) -> None:
+    faults = {b"worker 0": "block 3 came back different", b"worker 1": "x" * 1000, b"another": ""}
+    for rank, (identity, fault) in enumerate(faults.items()):
+        server.hello(identity, engine="seven" if identity.startswith(b"worker") else "eight")
+        request = wire.Register(1, chunk_format(4096, "x"), "llama", 2, rank % 2, 1, fault=fault)
+        assert ask(server, identity, request) is None
+    status = server.depot.status()
+    assert status.faulty_engines == 1
+    assert sorted(each.fault[:27] for each in status.engines) == ["", "block 3 came back different", "x" * 27]
+    assert max(len(each.fault) for each in status.engines) < 1000
 
 
 def test_what_is_no_engine_leaves_no_line(server: Harness, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,7 @@
 """The images of deploy/Dockerfile, which scripts/build_images.sh has built, run by Debian's podman: `make images`.
 
 Servers and engines run as the images' user with no capability, as deploy/compose.yaml and the manifests have them.
-Engines are vLLM on the CPU with a small random model, or registers.py.
+Engines are vLLM on the CPU with a small random model, or stores.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ IMAGES = os.environ.get("TEST_IMAGES", "")
 USER = 10001
 START_S = 600
 SHARED = SHM / "kvdepot-test-images"
-"""The folder of the machine that containers mount as /dev/shm where they do as Kubernetes does."""
+"""The folder of the machine that containers mount as /run/kvdepot where they do as Kubernetes does."""
+PLACE = ("--env", "KVDEPOT_ARENA_DIR=/run/kvdepot", "--env", "KVDEPOT_URL=ipc:///run/kvdepot/depot.sock")
+"""Where server and engine find each other if they share a volume at /run/kvdepot."""
 LEAST = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "all", "--security-opt", "no-new-privileges")
 ENGINE = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
 SETTINGS = {"CONTAINERS_CONF": str(HERE / "containers.conf"), "PREFIX": IMAGES, "KVDEPOT_ARENA_GIB": "0.5"}
@@ -134,39 +136,39 @@ def test_a_server_without_room_says_what_is_too_small(flags: list[str], code: st
 # -- what server and engine must share
 
 
-def registers(*arguments: str, url: str = "ipc:///dev/shm/kvdepot.sock", memory: str = "") -> str:
-    """What registers.py prints in a container."""
-    mount = f"{HERE / 'registers.py'}:/registers.py:ro"
-    flags = ["--rm", "--env", f"KVDEPOT_URL={url}", "--volume", mount, "--entrypoint", "python"]
-    return podman("run", *LEAST, *flags, *arguments, f"{IMAGES}/demo", "/registers.py", *([memory] if memory else []))
+def stores(*arguments: str) -> str:
+    """What stores.py prints in a container whose own /dev/shm has 64 MiB."""
+    mount = f"{HERE / 'stores.py'}:/stores.py:ro"
+    flags = ["--rm", "--shm-size", "64m", "--volume", mount, "--entrypoint", "python"]
+    return podman("run", *LEAST, *flags, *arguments, f"{IMAGES}/demo", "/stores.py")
 
 
-def test_server_and_engine_share_dev_shm_and_no_namespace() -> None:
-    with volume() as shm, server("--volume", f"{shm}:/dev/shm") as name:
-        assert registers("--volume", f"{shm}:/dev/shm", "--network", "none") == "registered"
-        assert "no kvdepot server answers" in registers("--network", f"container:{name}", "--pid", f"container:{name}")
+def test_server_and_engine_share_one_volume_and_no_namespace() -> None:
+    with volume() as memory, server(*PLACE, "--volume", f"{memory}:/run/kvdepot") as name:
+        shared = (*PLACE, "--volume", f"{memory}:/run/kvdepot")
+        assert stores(*shared, "--network", "none") == "stored and loaded"
+        assert "no kvdepot server answers" in stores(
+            *PLACE, "--network", f"container:{name}", "--pid", f"container:{name}"
+        )
 
 
-def test_an_engine_with_memory_files_needs_the_servers_process_namespace() -> None:
-    with volume() as shm, server("--volume", f"{shm}:/dev/shm") as name:
-        assert "in its process namespace" in registers("--volume", f"{shm}:/dev/shm", memory="memory-file")
-        shared = registers("--volume", f"{shm}:/dev/shm", "--pid", f"container:{name}", memory="memory-file")
-        assert shared == "registered"
+def test_dev_shm_may_be_the_volume() -> None:
+    with volume() as shm, server("--volume", f"{shm}:/dev/shm"):
+        assert stores("--volume", f"{shm}:/dev/shm") == "stored and loaded"
 
 
 def test_the_socket_alone_is_not_enough_but_may_be_beside_a_common_ipc_namespace() -> None:
-    url = "ipc:///run/kvdepot/sock"
-    with volume() as run, server(
-        "--env", f"KVDEPOT_URL={url}", "--volume", f"{run}:/run/kvdepot", "--shm-size", "512m"
-    ) as name:  # fmt: skip
-        assert "the server's arena is not visible here" in registers("--volume", f"{run}:/run/kvdepot", url=url)
-        assert registers("--volume", f"{run}:/run/kvdepot", "--ipc", f"container:{name}", url=url) == "registered"
+    url = ("--env", "KVDEPOT_URL=ipc:///run/kvdepot/sock")
+    with volume() as run, server(*url, "--volume", f"{run}:/run/kvdepot", "--shm-size", "512m") as name:
+        both = (*url, "--volume", f"{run}:/run/kvdepot")
+        assert "/dev/shm" in stores(*both)  # which they do not share
+        assert stores(*both, "--ipc", f"container:{name}") == "stored and loaded"
 
 
 def test_an_engine_of_another_user_is_refused(shm_folder: Path) -> None:
     shm_folder.chmod(0o1777)
     with server("--volume", f"{shm_folder}:/dev/shm"):
-        said = registers("--volume", f"{shm_folder}:/dev/shm", "--user", "10002")
+        said = stores("--volume", f"{shm_folder}:/dev/shm", "--user", "10002")
         assert f"belongs to user {USER}, not to this user (10002)" in said
 
 
@@ -290,17 +292,17 @@ def play(*objects: dict[str, Any], folder: Path) -> Iterator[None]:
 
 
 def example(name: str, model: Path) -> dict[str, Any]:
-    """A pod of deploy/kubernetes whose engine runs on the CPU and has the model; without a volume for /dev/shm."""
+    """A pod of deploy/kubernetes whose engine runs on the CPU and has the model, on `SHARED`."""
     pod: dict[str, Any] = module("yaml").safe_load((DEPLOY / "kubernetes" / f"{name}.yaml").read_text())
     (engine,) = pod["spec"]["containers"]
     assert engine["args"][0] == "Qwen/Qwen3-0.6B"
     engine["args"][0] = str(model)
     engine["image"] = f"{IMAGES}/vllm:latest"
-    engine["env"] = [{"name": key, "value": value} for key, value in ENGINE.items()]
+    engine["env"] += [{"name": key, "value": value} for key, value in ENGINE.items()]
     del engine["resources"]
     engine["volumeMounts"].append({"name": "model", "mountPath": str(model), "readOnly": True})
     for each in pod["spec"]["volumes"]:
-        if each["name"] == "shm":
+        if each["name"] == "kvdepot":
             each.pop("emptyDir", None)  # podman 4.3 has those on a disk
             each["hostPath"] = {"path": str(SHARED), "type": "Directory"}
     pod["spec"]["volumes"].append({"name": "model", "hostPath": {"path": str(model)}})
@@ -321,8 +323,8 @@ def test_the_charts_pod_prepares_its_node_and_serves_an_engines_pod(
     with play(made["Secret"], pod, folder=tmp_path):
         wait_healthy("depot-kvdepot")
         assert (shm_folder.stat().st_uid, shm_folder.stat().st_mode & 0o777) == (USER, 0o700)
-        assert podman("exec", "depot-kvdepot", "stat", "--format", "%a %u", "/run/kvdepot/token") == f"600 {USER}"
-        token = podman("exec", "depot-kvdepot", "cat", "/run/kvdepot/token")
+        assert podman("exec", "depot-kvdepot", "stat", "--format", "%a %u", "/run/kvdepot-token/token") == f"600 {USER}"
+        token = podman("exec", "depot-kvdepot", "cat", "/run/kvdepot-token/token")
         assert get("http://127.0.0.1:7077/readyz") == 200
         assert [get("http://127.0.0.1:7077/metrics", each) for each in ("", token)] == [401, 200]
         with play(example("engine", model), folder=tmp_path):

@@ -13,17 +13,7 @@ import pytest
 from deploy.observability import alerts, dashboard
 
 from kvdepot.metrics import BOUNDS_S, Latency
-from kvdepot.status import (
-    Device,
-    Histogram,
-    NamespaceStatus,
-    Saved,
-    Status,
-    TenantStatus,
-    TierStatus,
-    TokenCounts,
-    Usage,
-)
+from kvdepot.status import Histogram, NamespaceStatus, Saved, Status, TenantStatus, TierStatus, TokenCounts, Usage
 from tests.programs import module, run, tool
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -49,7 +39,6 @@ def full_status() -> Status:
             Histogram(f"{call}_{what}", "s", [1.0], [1, 0], 0.5)
             for call in ("load", "save") for what in ("seconds", "bytes_per_second")
         ])],
-        devices=[Device("GPU-1", "a GPU", 1, 1, 1, {}, 1, "")],
         counters={"lookups_refused": 1},
     )  # fmt: skip
 
@@ -67,18 +56,12 @@ def exported() -> dict[str, set[str]]:
     return found
 
 
-def all_panels() -> list[dict[str, Any]]:
-    """All panels, including those in collapsed rows."""
-    panels = dashboard.dashboard()["panels"]
-    return [each for panel in panels for each in (panel, *panel.get("panels", ()))]
-
-
 def queries() -> Iterator[tuple[str, str]]:
     """Every query, and the legend or text that goes with it, as Prometheus gets them."""
     for alert in alerts.ALERTS:
         labels = re.findall(r"\$labels\.(\w+)", alert.summary + alert.action)
         yield alert.query, " ".join(f"{{{{{label}}}}}" for label in labels)
-    for panel in all_panels():
+    for panel in dashboard.dashboard()["panels"]:
         for target in panel.get("targets", ()):
             query = target["expr"]
             for name, value in (("$__rate_interval", "1m"), ("$__range", "1h"), ("$job", ".*"), ("$instance", ".*"),
@@ -149,7 +132,6 @@ QUIET = {
     f'kvdepot_tier_bytes{{{LABELS}, tier="disk"}}': "50x300",
     f'kvdepot_tier_capacity_bytes{{{LABELS}, tier="disk"}}': "100x300",
     f'kvdepot_tier_free_bytes{{{LABELS}, tier="disk"}}': "60x300",
-    f'kvdepot_device_up{{{LABELS}, device="GPU-1"}}': "1x300",
 }
 """Five hours of a healthy server, one value per minute."""
 TROUBLE: dict[str, dict[str, str]] = {
@@ -167,6 +149,7 @@ TROUBLE: dict[str, dict[str, str]] = {
     "KVDepotRefusing": {f'kvdepot_refused_total{{{LABELS}, what="lookups"}}': "3+1x300"},
     "KVDepotNoEngine": {f"kvdepot_engine_processes{{{LABELS}}}": "2x200 0x100"},
     "KVDepotEngineDivided": {f"kvdepot_divided_engines{{{LABELS}}}": "0x230 1x70"},
+    "KVDepotEngineUncached": {f"kvdepot_faulty_engines{{{LABELS}}}": "0x230 1x70"},
     "KVDepotHitRateCollapsed": {
         f"kvdepot_asked_tokens_total{{{LABELS}}}": "0+10000x300",
         f"kvdepot_reused_tokens_total{{{LABELS}}}": "0+4000x150 600000+200x150",
@@ -182,7 +165,6 @@ TROUBLE: dict[str, dict[str, str]] = {
     "KVDepotTierDown": {f'kvdepot_tier_up{{{LABELS}, tier="disk"}}': "1x200 0x100"},
     "KVDepotDiskNearlyFull": {f'kvdepot_tier_free_bytes{{{LABELS}, tier="disk"}}': "60x200 4x100"},
     "KVDepotTierDropping": {f'kvdepot_tier_dropped_shards_total{{{LABELS}, tier="disk"}}': "7+1x300"},
-    "KVDepotGpuFailing": {f'kvdepot_device_up{{{LABELS}, device="GPU-1"}}': "1x200 0x100"},
     "KVDepotTierCorrupt": {f'kvdepot_tier_corrupt_shards_total{{{LABELS}, tier="disk"}}': "0x220 1x80"},
 }
 """The series that differ when an alert must fire."""

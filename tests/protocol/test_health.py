@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvdepot.protocol.health import judge
-from kvdepot.protocol.status import Device, Status, TierStatus
+from kvdepot.protocol.status import Engine, Status, TierStatus
 
 
 def status(**facts: Any) -> Status:
@@ -35,8 +35,11 @@ def test_a_server_without_problems_needs_nobody() -> None:
          "redis: reads fail, retrying with backoff: NOPERM."),
         ({"tiers": [TierStatus("disk", "through", "up", 9, 500, 1000, 0, 0, {}, free_bytes=40)]}, "", 0.0,
          "disk: its file system is nearly full"),
-        ({"devices": [Device("u1", "H100", 1, None, 0, {}, 0, "driver error 700")]}, "", 0.0,
-         "GPU H100 (u1): driver error 700."),
+        ({"faulty_engines": 2, "engines": [
+            Engine("a", 1.0, 1.0, ["m"], [0], "", 0, 0, 0, "well"),
+            Engine("b", 1.0, 1.0, ["m"], [1], "", 0, 0, 0, "ill", fault="block 3 came back different."),
+        ]}, "", 0.0, "2 engines can neither store nor load KV, such as ill: block 3 came back different."),
+        ({"faulty_engines": 1}, "", 0.0, "1 engine can neither store nor load KV."),
         ({"divided_engines": 1}, "", 0.0, "1 engine: scheduler and workers disagree on the identity of the KV."),
         ({"settings": {"kv_events": "tcp://127.0.0.1:7078"}, "instances": 1}, "", 0.0,
          "No engine names a topic for its KV events, so routers receive none."),

@@ -48,6 +48,17 @@ def test_every_path_answers_and_says_that_nobody_may_keep_or_embed_it(web: Web, 
         json.loads(answer.body)
 
 
+def test_prometheus_own_format_says_the_same_numbers(web: Web) -> None:
+    from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+    answer = web.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    names = {
+        sample.name for family in text_string_to_metric_families(answer.body.decode()) for sample in family.samples
+    }
+    assert names == {name for name, _ in samples(web.get("/metrics"))}
+
+
 def test_metrics_are_the_numbers_of_the_status(start_web: StartWeb, tmp_path: Path) -> None:
     web = start_web("--tiers", f"disk://{tmp_path}/kv?capacity_gib=1")
     engine = Engine(web.depot)

@@ -115,7 +115,7 @@ def test_names_that_look_like_markup_are_text(site: Site, open_page: OpenPage) -
     site.status = msgspec.structs.replace(
         site.status,
         namespaces=[NamespaceStatus(evil, evil, 1, 1, 1, 1, 1)],
-        engines=[Engine(evil, 1.0, 1.0, [evil], [], evil, evil, 0, 0, 0)],
+        engines=[Engine(evil, 1.0, 1.0, [evil], [], evil, 0, 0, 0, fault=evil)],
         events=[Event(site.status.wall_s, evil, evil)],
     )
     page = open_page()
@@ -124,6 +124,17 @@ def test_names_that_look_like_markup_are_text(site: Site, open_page: OpenPage) -
 
 
 # -- when things go wrong
+
+
+def test_an_engine_whose_copies_cannot_be_trusted_is_shown_with_the_reason(site: Site, open_page: OpenPage) -> None:
+    fault = "self-test: block 3 of group 0 came back different"
+    engines = [msgspec.structs.replace(each, fault=fault if each.ranks == [1] else "") for each in site.status.engines]
+    site.status = msgspec.structs.replace(site.status, engines=engines, faulty_engines=1)
+    page = open_page()
+    shows(page, ".verdict", fault)
+    open_part(page, "engines-part")
+    assert [row[0] for row in rows(page, "engines") if "uncached" in row] == ["worker 1"]
+    assert page.locator("#engines td", has_text="uncached").get_attribute("title") == fault
 
 
 def test_the_page_survives_a_restart_of_the_server_and_says_so(site: Site, open_page: OpenPage) -> None:

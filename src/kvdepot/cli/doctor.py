@@ -27,7 +27,7 @@ from kvdepot.cli.output import clean, print_json, progress
 from kvdepot.cli.status import ask_health
 from kvdepot.client import admin
 from kvdepot.config import Config, default_key, load, odd_chunk_size, stray_variables
-from kvdepot.errors import ArenaError, ConfigError, DeviceError, KVDepotError
+from kvdepot.errors import ArenaError, ConfigError, KVDepotError
 from kvdepot.memory import shm
 from kvdepot.memory.room import allocated, limits
 from kvdepot.protocol.addresses import socket_path
@@ -141,7 +141,7 @@ def _system(facts: Facts) -> Iterator[Said]:
     elif machine != "x86_64":
         yield "warn", text, "only tested on x86-64; run `make test` here before you rely on it"
     elif usable < 2:
-        yield "warn", text, "the server decides on one core and copies on others; give it at least two"
+        yield "warn", text, "server and engines each copy on cores of their own; give them at least two"
     else:
         yield "ok", text
 
@@ -239,28 +239,6 @@ def _vllm(facts: Facts) -> Iterator[Said]:
         yield "ok", f"{found}, which finds KVDepotConnector"
 
 
-def _nvidia(facts: Facts) -> Iterator[Said]:
-    if not os.access("/proc/driver/nvidia/version", os.F_OK):
-        yield "ok", "no driver here; KV is kept in CPU memory"
-        return
-    if not (bindings := _version("cuda-bindings")):
-        advice = f"{install.advice('cuda')}, in the environments of the server and the engines"
-        yield "fail", "driver found, but cuda-python is not installed", advice
-        return
-    from kvdepot.devices.cuda.driver import load as load_driver
-
-    try:
-        cuda = load_driver()
-        names = [f"{cuda.name(device)} {uuid}" for uuid, device in cuda.devices().items()]
-    except DeviceError as exc:
-        yield "fail", str(exc), "KV on GPUs cannot be shared until this is fixed"
-        return
-    if not names:
-        yield "warn", "the driver lists no GPU", "check CUDA_VISIBLE_DEVICES and the devices given to the container"
-    for name in names:
-        yield "ok", f"{name}, cuda-python {bindings}"
-
-
 # -- the server
 
 
@@ -331,7 +309,6 @@ _CHECKS: dict[str, Callable[[Facts], Iterator[Said]]] = {
     "huge pages": _huge_pages,
     "tier": _tiers,
     "vLLM": _vllm,
-    "NVIDIA": _nvidia,
     "key": _key,
     "server": _server,
     "hits": _hits,

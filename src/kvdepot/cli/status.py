@@ -38,7 +38,7 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 @options.as_json
 def status(watch: float | None, shows_page: bool, server: options.Address, as_json: bool) -> int:
     """Show the state of a running server: memory, tokens reused, saved prefill, latencies, engines, models, tiers,
-    evictions and failures, and GPUs; and the path of the log if an engine started the server. Other servers log to
+    evictions and failures; and the path of the log if an engine started the server. Other servers log to
     where they were started: a terminal, the journal of a service, a container's log.
 
     With --http, print only the URL of the web page, as the server reports it, with the token of the file that

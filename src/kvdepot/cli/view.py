@@ -177,7 +177,7 @@ def listings(now: Status) -> list[Listing]:
     lost = [(loss.what, count(loss.count), loss.where, loss.counter) for loss in losses(now)]
     made = [
         _requests(now), engines(stable), models([*now.namespaces, *rest]), _usage(now), tenants(now.tenants),
-        tiers(now.tiers), Listing(("evictions, failures, refusals", ">count", "where", "counter"), lost), _devices(now),
+        tiers(now.tiers), Listing(("evictions, failures, refusals", ">count", "where", "counter"), lost),
         events(now.events[: -_EVENTS - 1 : -1]),
     ]  # fmt: skip
     return [listing for listing in made if listing.rows]
@@ -223,14 +223,14 @@ def engines(shown: Sequence[Engine]) -> Listing:
             ", ".join(engine.models) or "-",
             _shorten(engine.engine, _ENGINE_CELLS),
             f"rank {', '.join(map(str, engine.ranks))}" if engine.ranks else "scheduler",
-            str(engine.pid or "-"),
-            engine.device or ("memory" if engine.ranks else ""), count(engine.sessions), count(engine.pinned_chunks),
-            count(engine.queued), duration(engine.idle_s) if engine.idle_s >= 1 else "now", engine.host or "-",
+            Text("uncached", "yellow") if engine.fault else "",
+            str(engine.pid or "-"), count(engine.sessions), count(engine.pinned_chunks), count(engine.queued),
+            duration(engine.idle_s) if engine.idle_s >= 1 else "now", engine.host or "-",
         )
         for engine in shown
     ]  # fmt: skip
     heads = (
-        "engines", "name", "role", ">pid", "device", ">requests", ">pinned", ">copies", ">last seen", "host",
+        "engines", "name", "role", "state", ">pid", ">requests", ">pinned", ">copies", ">last seen", "host",
     )  # fmt: skip
     return Listing(heads, rows)
 
@@ -305,18 +305,6 @@ def tiers(shown: Sequence[TierStatus]) -> Listing:
         load = duration(percentile(counts, 0.99)) if sum(counts) else "-"
         rows.append((tier.name, state, tier.write, objects, held, size(tier.queued_bytes), load, error))
     return Listing(("tiers", "state", "writes", ">objects", ">bytes", ">queued", ">p99 load", "last error"), rows)
-
-
-def _devices(now: Status) -> Listing:
-    rows = [
-        (
-            f"{device.name} {device.uuid}", str(device.registrations),
-            size(device.context_bytes) if device.context_bytes is not None else "-",
-            size(device.staging_bytes), size(device.pinned_bytes),
-        )
-        for device in now.devices
-    ]  # fmt: skip
-    return Listing(("GPUs", ">workers", ">context", ">buffers", ">pinned"), rows)
 
 
 def leases(shown: Sequence[LeaseStatus]) -> Listing:

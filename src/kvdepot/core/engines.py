@@ -72,6 +72,8 @@ def fill_engines(status: Status, clients: Collection[Client], tenant: str, now: 
     engines = [each for each in clients if (each.instances or each.model) and tenant in ("", each.tenant)]
     status.engine_count = len(engines)
     status.divided_engines = _divided(engines)
+    faulty = [each for each in engines if any(part.fault for part in each.instances.values())]
+    status.faulty_engines = len({_key(each) for each in faulty})
     status.kv_event_topics = len({part.topic for each in engines for part in each.instances.values()} - {""})
     latest = heapq.nlargest(_LISTED, engines, key=lambda client: client.heard)
     status.engines = [_status(each, now) for each in latest]

@@ -63,10 +63,13 @@ def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]
         ):  # fmt: skip
             what = f"{tier.name}: its file system is nearly full, though the tier has not reached its capacity."
             yield Concern(what, "Free space on it, or lower `capacity_gib`: at its capacity, the tier evicts.")
-    for device in status.devices:
-        if device.failure:
-            advice = "Engines recompute what cannot be copied. See `dmesg` and the server's log; restart the engine."
-            yield Concern(f"GPU {device.name} ({device.uuid}): {device.failure.rstrip('.')}.", advice)
+    if status.faulty_engines:
+        what = f"{plural(status.faulty_engines, 'engine')} can neither store nor load KV"
+        if faulty := next((each for each in status.engines if each.fault), None):  # the list of engines is limited
+            what += f", such as {faulty.engine}: {faulty.fault.rstrip('.')}"
+        yield Concern(
+            f"{what}.", "Such an engine computes all prompts. Its log has the error; restart it when the cause is gone."
+        )
     if status.divided_engines:
         what = f"{plural(status.divided_engines, 'engine')}: scheduler and workers disagree on the identity of the KV."
         yield Concern(what, "It stores and loads nothing. Report it with the error line in the engine's log.")

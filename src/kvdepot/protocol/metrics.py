@@ -18,7 +18,7 @@ BOUNDS_S = (
 INTERNAL = frozenset({"Hello", "Prove", "Noop", "ChunkSize", "Status"})
 """Requests of the protocol itself and of who watches the server. Nobody's prompt waits for them, so they have no
 latencies."""
-ENGINES = ("EndSession", "Lookup", "Register", "Retrieve", "Store")
+ENGINES = ("Complete", "EndSession", "Lookup", "Register", "Retrieve", "Store")
 """Requests of running engines. In Prometheus their series begin at 0, and alerts are about them."""
 COMMANDS = frozenset(
     {"Count", "Drop", "EndLease", "EndQuarantine", "Forget", "Inspect", "Lease", "Leases", "SetQuota", "Why"}

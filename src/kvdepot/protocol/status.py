@@ -17,7 +17,6 @@ __all__ = [
     "MOST_NAME",
     "OTHERS",
     "AnswersStatus",
-    "Device",
     "Engine",
     "GroupStatus",
     "Histogram",
@@ -108,7 +107,8 @@ class Engine(msgspec.Struct, frozen=True):
 
     since_s, idle_s: seconds since it connected, and since its last message. queued: stores and retrieves in progress.
     engine: the engine's name, as events have it; the same for all its processes. host, pid: of the process, as it sees
-    them itself: in a container, the container's. fault: why it can neither store nor load; empty: it can.
+    them itself: in a container, the container's. fault: why this worker neither stores nor loads, such as a self-test
+    that failed; empty if it does.
     """
 
     id: str
@@ -224,23 +224,6 @@ class Loss(msgspec.Struct, frozen=True):
     counter: str
 
 
-class Device(msgspec.Struct, frozen=True):
-    """A GPU in use, and what the server uses of it.
-
-    copy_paths: by direction, which copy path is used from which copy size (bytes) on. context_bytes: None if unknown.
-    failure: the driver's error of the last copy, empty if it succeeded.
-    """
-
-    uuid: str
-    name: str
-    registrations: int
-    context_bytes: int | None
-    staging_bytes: int
-    copy_paths: dict[str, list[tuple[int, str]]]
-    pinned_bytes: int
-    failure: str
-
-
 class Mismatch(msgspec.Struct):
     """A comparison of an engine's KV with stored chunks that has shown a difference.
 
@@ -278,6 +261,7 @@ class Status(msgspec.Struct, kw_only=True):
     http: HOST:PORT where this server itself serves HTTP; empty if it does not.
     http_failure: why it does not although it should, with what to do; empty if it does, or need not.
     unreachable: why no new client can connect although the server works; empty if they can.
+    divided_engines: whose scheduler and workers name different models. faulty_engines: of which a worker has a `fault`.
     kv_event_topics: distinct topics that engines name for their KV events.
     tokens: of all lookups; usage: the same by tenant, model_usage: by tenant and model; each of them adds up to it.
     other_namespaces: the sum of those that `namespaces` does not list; None if it lists all.
@@ -317,6 +301,7 @@ class Status(msgspec.Struct, kw_only=True):
     namespace_count: int = 0
     engine_count: int = 0
     divided_engines: int = 0
+    faulty_engines: int = 0
     kv_event_topics: int = 0
     lease_count: int = 0
     leased_bytes: int = 0
@@ -330,7 +315,6 @@ class Status(msgspec.Struct, kw_only=True):
     engines: list[Engine] = []
     tenants: list[TenantStatus] = []
     tiers: list[TierStatus] = []
-    devices: list[Device] = []
     counters: dict[str, int] = {}
     events: list[Event] = []
     settings: dict[str, str] = {}

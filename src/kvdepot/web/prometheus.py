@@ -60,15 +60,16 @@ _GAUGES = {
     "namespace_count": ("namespaces", "Distinct models, shapes and layouts."),
     "engine_count": ("engine_processes", "Connected processes of engines: schedulers and workers."),
     "divided_engines": ("divided_engines", "Engines whose scheduler and workers disagree on the identity of their KV."),
+    "faulty_engines": ("faulty_engines", "Engines with a worker that can neither store nor load KV."),
     "lease_count": ("leases", "Leases."),
     "leased_bytes": ("leased_bytes", "Bytes held by leases."),
     "waiting_bytes": ("waiting_bytes", "Bytes pinned for requests that wait in engines' queues."),
 }
 """Name and help text of the metric, by field of the status."""
 _SERIES = {"capped_chunks": "capped_shards", "engines": "workers"}
-_LABELS = {"uuid": "device", "name": "tier"}
+_LABELS = {"name": "tier"}
 """Names of labels that differ from their fields' names."""
-_TIER, _DEVICE = ("tier", "name"), ("device", "uuid")
+_TIER = "tier", "name"
 _OF_NAMESPACE = {
     "chunks": "Chunks in memory of a tenant, model and shape.",
     "bytes": "Bytes in memory of a tenant, model and shape.",
@@ -96,12 +97,6 @@ _OF_TIER = {
     "queued_bytes": "Bytes waiting to be saved.",
     "saves": "Calls in progress that save up to 16 shards each.",
     "loads": "Calls in progress that load up to 16 shards each.",
-}
-_OF_DEVICE = {
-    "registrations": "Registrations of a GPU's tensors.",
-    "context_bytes": "GPU memory used by the server's context.",
-    "staging_bytes": "GPU memory used by staging buffers.",
-    "pinned_bytes": "Bytes of the arena registered with the driver, once for all GPUs.",
 }
 """Help texts by field, as the ones above."""
 
@@ -148,9 +143,6 @@ def families(status: Status) -> Iterator[Metric]:
     yield from _labelled(tenant, _ON_DISK_OF_TENANT, on_disk)
     yield from _labelled(tenant, _LOST_OF_TENANT, status.tenants, kind=CounterMetricFamily)
     yield from _tiers(status.tiers)
-    up = {"up": "0 while a GPU's copies fail."}
-    yield from _labelled(_DEVICE, up, status.devices, lambda each, _: not each.failure)
-    yield from _labelled(_DEVICE, _OF_DEVICE, status.devices)
 
 
 def _labelled(

@@ -70,8 +70,8 @@ const usesAt = (bounds_s) => [
     lines: [
       { name: "lookup_p50_s", label: "Lookup p50", colour: "--blue" },
       { name: "lookup_p99_s", label: "Lookup p99", colour: "--blue", dash: [4, 3] },
-      { name: "retrieve_p50_s", label: "Load p50", colour: "--orange" },
-      { name: "retrieve_p99_s", label: "Load p99", colour: "--orange", dash: [4, 3] },
+      { name: "retrieve_p50_s", label: "Retrieve p50", colour: "--orange" },
+      { name: "retrieve_p99_s", label: "Retrieve p99", colour: "--orange", dash: [4, 3] },
     ],
   },
 ];

@@ -75,6 +75,7 @@ export function showLeases(leases) {
 const enginePart = (engine) => (engine.ranks.length ? `worker ${engine.ranks.join(", ")}` : "scheduler");
 
 function engineState(engine) {
+  if (engine.fault) return "uncached";
   if (engine.queued) return "copying";
   if (engine.sessions) return "serving";
   return engine.idle_s < 60 ? "ready" : `idle ${duration(60 * Math.floor(engine.idle_s / 60))}`;
@@ -88,8 +89,7 @@ export function showEngines(status) {
     ["", enginePart, (engine) => [engine.tenant, `connection ${engine.id}`].filter(Boolean).join(", ")],
     ["soft ellipsis", (engine) => engine.engine || short(engine.id), (engine) => engine.engine],
     ["soft more", (engine) => (engine.pid ? `${engine.host}:${engine.pid}` : none)],
-    ["soft more ellipsis", (engine) => engine.device || (engine.ranks.length ? "memory" : none), (engine) => engine.device],
-    ["", engineState],
+    ["", engineState, (engine) => engine.fault],
     ["name", (engine) => engine.models.join(", ") || none, (engine) => engine.models.join("\n")],
     ["num", (engine) => count(engine.sessions)],
     ["num more", (engine) => count(engine.pinned_chunks)],
@@ -168,13 +168,5 @@ export function showDetails(status, history) {
     ["num", at(0.5)],
     ["num", at(0.9)],
     ["num", (each) => text(each, each.sum / total(each))],
-  ]);
-  $("devices-part").hidden = !status.devices.length;
-  rows($("devices"), status.devices, (device) => device.uuid, [
-    ["", (device) => device.name, (device) => device.uuid],
-    ["", (device) => device.failure || "healthy"],
-    ["num", (device) => count(device.registrations)],
-    ["num", (device) => bytes(device.context_bytes)],
-    ["num", (device) => bytes(device.staging_bytes)],
   ]);
 }
