@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from kvdepot.errors import ConfigError
 from kvdepot.install import advice
-from kvdepot.memory.copier import checksum
+from kvdepot.memory.extents import checksum
 from kvdepot.tiers import Options
 from kvdepot.tiers.codec import BLOCK_BYTES, SLACK, Codec, make_codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header

@@ -351,6 +351,7 @@ class MessageQueueClient(Client):
         super().__init__(server_url, context, key=key, engine=f"{os.uname().nodename}:{os.getpid()}")
         self.chains = PromptChains()
         self._lane: Lane | None = None
+        self._opened: dict[int, BlockMemory] = {}  # by instance
         self._making = threading.Lock()
 
     @property
@@ -391,8 +392,10 @@ class MessageQueueClient(Client):
         except (ValueError, TypeError, AttributeError) as exc:
             raise BadRequest(f"payloads of {RequestType.REGISTER_KV_CACHE.name}: {exc}") from exc
         blocks, fault = open_tested(layout, [handle.tensor for handle in handles])
+        self._leave(instance, 0.0)
         for each in blocks:
             self.lane.add(instance, each)
+            self._opened[instance] = each
         return self.ask(wire.Register(instance, layout.format, fault=fault), partial(check_type, expected=expected))
 
     def submit_call(self, call: Translated, expected: type[object]) -> MessagingFuture[Any]:
@@ -409,8 +412,14 @@ class MessageQueueClient(Client):
             event = record_event(memory.device) if call.after_device and memory is not None else None
             return self.lane.submit(request, call.block_ids, event, convert)
         if isinstance(request, wire.Unregister):
-            self.lane.remove(request.instance, _GIVE_UP_S)
+            self._leave(request.instance, _GIVE_UP_S)
         return self.ask(request, convert)
+
+    def _leave(self, instance: int, timeout_s: float) -> None:
+        """Copy an instance's blocks no more."""
+        self.lane.remove(instance, timeout_s)
+        if instance in self._opened:
+            self._opened.pop(instance).close()
 
     def close(self) -> None:
         """Close the connection; requests under way fail with Unavailable. Safe twice.
@@ -419,4 +428,6 @@ class MessageQueueClient(Client):
         gives the memory of a client that has left to others.
         """
         if self._lane is None or self._lane.close():
+            while self._opened:
+                self._opened.popitem()[1].close()
             super().close()

@@ -211,7 +211,7 @@ class Lane:
         self._answers: deque[tuple[_Copying, object]] = deque()
         self._wake_fd = -1
         self._ended = threading.Event()  # the thread has: two threads must not join one in CPython 3.11
-        self._followed = "", b""  # the arena that memories follow
+        self._following: set[tuple[int, tuple[str, bytes]]] = set()  # memories, and the arena that each follows
         self._added: list[BlockMemory] = []  # the thread does not know them yet
         self._next_check = 0.0
         self._pause_s = _FIRST_PAUSE_S
@@ -223,8 +223,8 @@ class Lane:
     # -- whose blocks
 
     def add(self, instance: int, blocks: BlockMemory) -> None:
-        """Copy these blocks, which are about to be registered as `instance`; the lane closes them. Raises Unavailable
-        if it is closed, or there can be no thread."""
+        """Copy these blocks, which are about to be registered as `instance`. Raises Unavailable if the lane is closed,
+        or there can be no thread."""
         self.remove(instance)
         with self._changed:
             if self._closed is not None:
@@ -240,14 +240,14 @@ class Lane:
         return self._memories.get(instance)
 
     def remove(self, instance: int, timeout_s: float = 0.0) -> None:
-        """Copy these blocks no more. Blocks as `give_up` does, for all operations with them."""
+        """Copy these blocks no more, which may then be closed. Blocks as `give_up` does, for all operations with
+        them."""
         with self._changed:
             blocks = self._memories.pop(instance, None)
             if blocks is None:
                 return
             futures = [future for future, each in self._live.items() if each.blocks is blocks]
         self.give_up(futures, timeout_s)
-        blocks.close()
 
     # -- operations
 
@@ -472,7 +472,7 @@ class Lane:
                 self._take_answers()
                 self._end_all(Unavailable("this client is closed"))
             return _IDLE_S
-        self._follow()
+        self._use_devices()
         any_happened = self._poll_events()
         with self._changed:
             goes_on = self._take_answers() | any_happened
@@ -481,6 +481,7 @@ class Lane:
             operation = self._copying = self._next_placed()
             events = bool(self._waiting)
         if operation is not None:
+            self._follow()
             self._copy_slice(operation)
             return 0.0
         if goes_on:  # what was sent may have read the descriptors' edge
@@ -548,26 +549,31 @@ class Lane:
                 placed.popleft()
         return None
 
-    def _follow(self) -> None:
-        """Prepare for copies, before the first one: use a new memory's device, and map a new server's arena."""
-        arena, added = self._client.arena, self._added
-        if arena == self._followed and not added:
-            return
+    def _use_devices(self) -> None:
+        """Use a new memory's device on this thread: else events make a context on the host's first device."""
         with self._changed:
-            memories = added if arena == self._followed else list(self._memories.values())
-            self._followed, self._added = arena, []
+            added, self._added = self._added, []
         for device in {blocks.device for blocks in added if blocks.device is not None and blocks.device.type != "cpu"}:
             import torch
 
-            torch.get_device_module(device).set_device(device)  # else events make a context on the host's first device
-        if not arena[0]:
+            torch.get_device_module(device).set_device(device)
+
+    def _follow(self) -> None:
+        """Prepare for copies to and from the server's arena, before the first of them, and not before: an engine that
+        starts may be capturing graphs, which fails where another thread registers memory with the driver."""
+        arena = self._client.arena
+        with self._changed:
+            memories = {id(blocks): blocks for blocks in self._memories.values()}
+            new = [blocks for number, blocks in memories.items() if (number, arena) not in self._following]
+            self._following = {(number, arena) for number in memories}
+        if not new or not arena[0]:
             return
         try:
             view = self.arenas.of(*arena)
         except KVDepotError as exc:
             log.info("the arena is not mapped yet: %s", exc)
             return
-        for blocks in memories:
+        for blocks in new:
             blocks.follow(view)
 
     def _copy_slice(self, operation: _Copying) -> None:
@@ -674,11 +680,8 @@ class Lane:
     def _release(self) -> None:
         """Nothing is copied any more, and never will be."""
         with self._changed:
-            memories, self._memories = self._memories, {}
+            self._memories.clear()
             fd, self._wake_fd = self._wake_fd, -1
-        for blocks in memories.values():
-            with contextlib.suppress(Exception):  # a device that is lost
-                blocks.close()
         self.arenas = Arenas(self._client.arena_dir)
         if fd >= 0:
             os.close(fd)

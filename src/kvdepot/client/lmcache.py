@@ -39,6 +39,8 @@ from kvdepot.protocol.wire import NOTHING_ASKED, Asked
 if TYPE_CHECKING:
     import torch
 
+    from kvdepot.devices.blocks import BlockMemory
+
 __all__ = [
     "IPCCacheEngineKey",
     "KVCacheHandle",
@@ -249,6 +251,8 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
 
     kv_caches: Mapping[str, torch.Tensor] = MappingProxyType({})
     """The registered tensors, by layer."""
+    _opened: Sequence[BlockMemory] = ()
+    """Their blocks."""
 
     @property
     def store_futures(self) -> dict[str, list[Submitted[bool]]]:
@@ -288,9 +292,11 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
                 f"{layout.num_blocks}, and no chunk of {self.blocks_in_chunk} blocks could be stored. Name the block "
                 "axis (block_axes=...), or register tensors with more blocks"
             )
-        blocks, fault = open_tested(layout, kv_caches.values())
+        before, (self._opened, fault) = self._opened, open_tested(layout, kv_caches.values())
         self.kv_caches = kv_caches
-        self.register([layout], blocks, fault)
+        self.register([layout], self._opened, fault)
+        for each in before:
+            each.close()
 
     def submit_store_request(self, request_id: str, op: LoadStoreOp, event: DeviceEvent | None) -> None:
         """Copy `op.block_ids` into the depot under the op's keys. Never blocks.
@@ -359,3 +365,5 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
     def shutdown(self) -> None:
         """End all copies, unregister and close the connection. Safe twice and without a server; blocks 10 s at most."""
         self.close()
+        for each in self._opened if self.client.is_closed else ():
+            each.close()

@@ -127,9 +127,10 @@ class WorkerClient:
     def register(self, layouts: Sequence[Layout], blocks: Sequence[BlockMemory], fault: str = "") -> None:
         """Name the tensors to the server, and copy them from now on. Returns once it knows them; blocks 30 s at most.
 
-        layouts: one per KV cache group. blocks: their memory, which this client closes. fault: why this worker can
-        neither store nor load, so that it has no `blocks`. Raises the server's error (LayoutError for a layout that it
-        refuses), or Unavailable without a server, which gets the registration once it is there.
+        layouts: one per KV cache group. blocks: their memory, which must stay open until this client has unregistered
+        it or is closed. fault: why this worker can neither store nor load, so that it has no `blocks`. Raises the
+        server's error (LayoutError for a layout that it refuses), or Unavailable without a server, which gets the
+        registration once it is there.
         """
         messages = self.spec.register(self.instance_id, [layout.format for layout in layouts], self.origin, fault)
         self.layouts = list(layouts)
@@ -139,9 +140,10 @@ class WorkerClient:
             answer.result()
 
     def cancel_registration(self) -> None:
-        """Have no server know the tensors, after a registration that has failed. Never blocks."""
+        """Have no server know the tensors, after a registration that has failed, and copy nothing any more. The client
+        stays open. Blocks 5 s at most, for a device that hangs."""
+        self.lane.close()
         for group in range(len(self.layouts)):
-            self.lane.remove(self.instance_id + group)
             self.client.ask(wire.Unregister(self.instance_id + group))
 
     def unregister(self, timeout_s: float) -> None:

@@ -14,6 +14,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -222,7 +223,7 @@ class Arena:
             )
         return not error
 
-    def is_populated(self, extents: Extents) -> bool:
+    def is_populated(self, extents: Iterable[tuple[int, int]]) -> bool:
         """Whether `ensure` would return at once for all of these, because their pages are allocated. Any thread."""
         return all(start + size <= self.populated for start, size in extents)
 

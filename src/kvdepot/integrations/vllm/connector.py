@@ -260,7 +260,12 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def _open(self, layouts: Sequence[Layout]) -> list[BlockMemory]:
         """The paged KV by KV cache group, once random bytes have gone both ways. Raises DeviceError, LayoutError."""
         blocks = [open_blocks(layout, self._kv_caches.values()) for layout in layouts]
-        speed = test_blocks(blocks)
+        try:
+            speed = test_blocks(blocks)
+        except DeviceError:
+            for each in blocks:
+                each.close()
+            raise
         log.info(
             "kvdepot: this worker's copies were tested: it stores %.1f GB/s and loads %.1f GB/s",
             speed.store_bytes_s / 1e9, speed.load_bytes_s / 1e9,

@@ -14,6 +14,7 @@ import mmap
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from kvdepot.memory.extents import checksum
 from kvdepot.protocol import wire
 
 if TYPE_CHECKING:
+    from kvdepot.client.copies import Arenas
     from kvdepot.devices.blocks import BlockMemory
 
 log = init_logger(__name__)
@@ -69,6 +71,8 @@ class StepLoads:
     def __init__(self, ranks: int) -> None:
         """ranks: workers that load."""
         self._ranks = ranks
+        self.folder = Path()
+        """The arena's, as the scheduler's client sees it."""
         self._mapped: dict[int, MappedArena] = {}
         self._view: ArenaView | None = None
         self._promised = ExitStack()  # uses of the arena by the step that is being scheduled
@@ -98,7 +102,7 @@ class StepLoads:
             return False
         try:
             if self._view is None or self._view.key != arena[:2]:
-                self._view = ArenaView(*arena[:2], mmap.ACCESS_READ)
+                self._view = ArenaView(self.folder, *arena[:2], mmap.ACCESS_READ)
             places = [place for rank in held.ranks for place in rank[first - held.first : end - held.first]]
             self._promised.enter_context(self._view.use(each for place in places for each in place.extents))
         except (KVDepotError, OSError, ValueError):  # another server takes the arena over, or has
@@ -139,10 +143,10 @@ class StepLoads:
 class StepCopies:
     """A worker's part: it has mapped the arena."""
 
-    def __init__(self, blocks: BlockMemory) -> None:
-        """blocks: the paged KV of this process."""
+    def __init__(self, blocks: BlockMemory, arenas: Arenas) -> None:
+        """blocks: the paged KV of this process. arenas: those that it has mapped."""
         self.mapped = MappedArena()
-        self._blocks = blocks
+        self._blocks, self._arenas = blocks, arenas
         self._views: list[ArenaView] = []  # of this run and the one before, from which a step may still load
         self._tried = "", b""
 
@@ -152,7 +156,7 @@ class StepCopies:
             return
         self._tried = arena
         try:
-            self._views = [*self._views[-1:], ArenaView(*arena, mmap.ACCESS_READ)]
+            self._views = [*self._views[-1:], self._arenas.of(*arena)]
             self._blocks.follow(self._views[-1])
             self.mapped = MappedArena(*arena, self._blocks.layout.fingerprint)
         except (KVDepotError, OSError, LookupError, RuntimeError, ValueError) as exc:  # such as no address space

@@ -127,6 +127,7 @@ class SchedulerHalf:
         """Cache from now on: also the requests that have come before, but were not scheduled."""
         config = self._vllm_config
         self._depot, self._plan, self._events = made
+        self._in_step.folder = self._depot.client.arena_dir
         self._depot.watch = self.stats.count
         self._chunk_tokens = self._depot.spec.chunk_tokens
         self._rules = ChunkRules(self._chunk_tokens, names_are_contents(config), lookahead_tokens(config))

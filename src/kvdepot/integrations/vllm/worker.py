@@ -117,7 +117,7 @@ class WorkerHalf:
         if not self.is_connected:
             return
         if self._copies is None and len(self.blocks) == 1 and not self._depot.spec.groups:
-            self._copies = StepCopies(self.blocks[0])
+            self._copies = StepCopies(self.blocks[0], self._depot.lane.arenas)
         if self._copies is not None:
             self._copies.follow(self._depot.client.arena)
 
@@ -236,6 +236,9 @@ class WorkerHalf:
         """Unregister and close the connection. Safe twice and without a server; blocks 5 s at most."""
         self.is_connected = False
         self._depot.close()
+        if self._depot.client.is_closed:  # else a copy hangs
+            for each in self.blocks:
+                each.close()
 
 
 def _found(submitted: Submitted[wire.Comparison]) -> Compared:
