@@ -555,16 +555,19 @@ class Lane:
 
     def _follow(self) -> None:
         """Prepare for copies, before the first one: use a new memory's device, and map a new server's arena."""
-        arena, added = self._client.arena, self._added
+        arena = self._client.arena
+        with self._changed:
+            added, self._added = self._added, []
         if arena == self._followed and not added:
             return
-        with self._changed:
-            memories = added if arena == self._followed else list(self._memories.values())
-            self._followed, self._added = arena, []
         for device in {blocks.device for blocks in added if blocks.device is not None and blocks.device.type != "cpu"}:
             import torch
 
-            torch.get_device_module(device).set_device(device)  # else events make a context on the host's first device
+            try:  # else events make a context on the host's first device
+                torch.get_device_module(device).set_device(device)
+            except Exception as exc:  # copies to it will fail by themselves, with a reason
+                log.warning("%s cannot be used by the thread that copies: %s", device, exc)
+        has_changed, self._followed = arena != self._followed, arena
         if not arena[0]:
             return
         try:
@@ -572,8 +575,10 @@ class Lane:
         except KVDepotError as exc:
             log.info("the arena is not mapped yet: %s", exc)
             return
-        for blocks in memories:
-            blocks.follow(view)
+        with self._changed:  # so that none is closed meanwhile
+            for blocks in self._memories.values():
+                if has_changed or blocks in added:
+                    blocks.follow(view)
 
     def _copy_slice(self, operation: _Copying) -> None:
         """Copy as much of an operation as one slice has, and complete it after the last."""
