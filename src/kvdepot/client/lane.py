@@ -565,7 +565,7 @@ class Lane:
 
             try:  # else events make a context on the host's first device
                 torch.get_device_module(device).set_device(device)
-            except Exception as exc:  # copies to it will fail by themselves, with a reason
+            except Exception as exc:  # noqa: BLE001 - copies to it fail by themselves, with a reason
                 log.warning("%s cannot be used by the thread that copies: %s", device, exc)
         has_changed, self._followed = arena != self._followed, arena
         if not arena[0]:
