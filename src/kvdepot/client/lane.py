@@ -128,9 +128,9 @@ class _Copying:
     block_ids: Sequence[BlockIds]
     event: DeviceEvent | None
     future: LaneFuture[Any]
+    since: float
+    """When it entered its phase, or was last answered."""
     phase: CopyPhase = CopyPhase.WAITING
-    since: float = field(default_factory=time.monotonic)
-    """When it entered the phase, or was last answered."""
     is_void: bool = False  # no byte may be copied any more; its future ends, or has ended, with an error
     placement: wire.Placement | None = None
     pieces: list[CopyPiece] = field(default_factory=list)  # one per place, once the placement was checked
@@ -190,12 +190,15 @@ class _Copying:
 class Lane:
     """Copies one worker's blocks. Any thread may call it. Its own thread starts with the first `add`."""
 
-    def __init__(self, client: Client, called: str = "kvdepot-lane") -> None:
+    def __init__(
+        self, client: Client, called: str = "kvdepot-lane", clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """client: used by the lane while it is open; close the lane first. called: the thread's name; empty: there is
         no thread, and the caller calls `turn`."""
         self.arenas = Arenas(client.arena_dir)
         self._client = client
         self._called = called
+        self._clock = clock
         self._changed = threading.Condition(threading.Lock())  # an operation has ended, or a slice was copied
         # What follows is guarded by that lock, but for `_answers`.
         self._memories: dict[int, BlockMemory] = {}  # by instance
@@ -297,7 +300,7 @@ class Lane:
             raise UnknownInstance(f"no KV tensors are registered as instance {request.instance}")
         if len(self._live) - self._at_server.total() >= _MOST_WAITING:
             raise Busy(f"{_MOST_WAITING} copies already wait for their events or for the server")
-        operation = _Copying(request, blocks, block_ids, event, future)
+        operation = _Copying(request, blocks, block_ids, event, future, self._clock())
         operation.check()
         return operation
 
@@ -329,6 +332,8 @@ class Lane:
         `timeout_s` at most."""
         if done():
             return True
+        if not self._called:
+            return self._client.wait(done, timeout_s)
         with self._changed:
             return self._changed.wait_for(done, timeout_s)
 
@@ -355,7 +360,7 @@ class Lane:
     # -- changes of an operation; the lock is held
 
     def _make_ready(self, operation: _Copying) -> None:
-        operation.phase, operation.since = CopyPhase.READY, time.monotonic()
+        operation.phase, operation.since = CopyPhase.READY, self._clock()
         self._ready[operation.is_load].append(operation)
 
     def _ask_ready(self) -> bool:
@@ -366,7 +371,7 @@ class Lane:
             while ready and self._at_server[is_load] < _MOST_AT_SERVER:
                 operation = ready.popleft()
                 if operation.phase is CopyPhase.READY:
-                    operation.phase, operation.since = CopyPhase.ASKED, time.monotonic()
+                    operation.phase, operation.since = CopyPhase.ASKED, self._clock()
                     self._at_server[is_load] += 1
                     self._client.ask_then(operation.request, partial(self._heard, operation), None)
                     any_asked = True
@@ -383,7 +388,7 @@ class Lane:
         while self._answers:
             operation, value = self._answers.popleft()
             any_taken = True
-            operation.since = time.monotonic()
+            operation.since = self._clock()
             if operation.phase is CopyPhase.ASKED:
                 self._answered(operation, value)
             elif operation.phase is CopyPhase.COMPLETING:
@@ -405,7 +410,7 @@ class Lane:
             self._placed[operation.is_load].append(operation)
 
     def _complete(self, operation: _Copying, message: wire.Complete) -> None:
-        operation.phase, operation.since, operation.completion = CopyPhase.COMPLETING, time.monotonic(), message
+        operation.phase, operation.since, operation.completion = CopyPhase.COMPLETING, self._clock(), message
         operation.tries += 1
         self._client.ask_then(message, partial(self._heard, operation), None)
 
@@ -506,7 +511,7 @@ class Lane:
                 except KVDepotError as exc:
                     answers[id(operation.event)] = exc
         with self._changed:
-            now = time.monotonic()
+            now = self._clock()
             for operation in waiting:
                 answer = answers[id(operation.event)]
                 if answer is False and now - operation.since > EVENT_S:
@@ -523,7 +528,7 @@ class Lane:
 
     def _drop_overdue(self) -> None:
         """Void what the server leaves without an answer; it is completed once the server does answer."""
-        now = time.monotonic()
+        now = self._clock()
         if now < self._next_check:
             return
         self._next_check = now + CHECK_S
@@ -534,7 +539,7 @@ class Lane:
         self._prune()
 
     def _complete_refused(self) -> bool:
-        now, refused = time.monotonic(), self._refused
+        now, refused = self._clock(), self._refused
         self._refused = [operation for operation in refused if now - operation.since < BUSY_S]
         for operation in refused:
             if operation not in self._refused and operation.completion is not None:
@@ -556,16 +561,17 @@ class Lane:
         for device in {blocks.device for blocks in added if blocks.device is not None and blocks.device.type != "cpu"}:
             import torch
 
-            torch.get_device_module(device).set_device(device)
+            try:
+                torch.get_device_module(device).set_device(device)
+            except Exception as exc:  # noqa: BLE001 - copies to it fail by themselves, with a reason
+                log.warning("%s cannot be used by the thread that copies: %s", device, exc)
 
     def _follow(self) -> None:
         """Prepare for copies to and from the server's arena, before the first of them, and not before: an engine that
         starts may be capturing graphs, which fails where another thread registers memory with the driver."""
         arena = self._client.arena
         with self._changed:
-            memories = {id(blocks): blocks for blocks in self._memories.values()}
-            new = [blocks for number, blocks in memories.items() if (number, arena) not in self._following]
-            self._following = {(number, arena) for number in memories}
+            new = [each for each in self._memories.values() if (id(each), arena) not in self._following]
         if not new or not arena[0]:
             return
         try:
@@ -573,8 +579,11 @@ class Lane:
         except KVDepotError as exc:
             log.info("the arena is not mapped yet: %s", exc)
             return
-        for blocks in new:
-            blocks.follow(view)
+        with self._changed:  # so that none is closed meanwhile
+            memories = self._memories.values()
+            for blocks in [each for each in memories if (id(each), arena) not in self._following]:
+                blocks.follow(view)
+            self._following = {(id(each), arena) for each in memories}
 
     def _copy_slice(self, operation: _Copying) -> None:
         """Copy as much of an operation as one slice has, and complete it after the last."""

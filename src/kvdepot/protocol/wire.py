@@ -294,7 +294,8 @@ class EndSession(_Message, frozen=True):
     saved_tokens, saved_s: tokens that the engine did not have to compute, and the prefill time saved; 0 if the engine
     does not know, or the server takes them from its retrieves. model: the model of these tokens; empty for that of the
     client's last lookup. asked: the sums since the last EndSession. answers: whether the engine stores them; None if
-    it does not say. copied, copied_bytes: shards that its workers have copied themselves without asking again (`Places`), and their bytes.
+    it does not say. copied, copied_bytes: shards that its workers have copied without asking again (`Places`), and
+    their bytes.
     """
 
     request: str
