@@ -22,6 +22,7 @@ from kvdepot.devices.blocks import ArenaBytes, CopyPiece
 from kvdepot.devices.host import HostBlocks
 from kvdepot.errors import DeviceError, Unavailable
 from kvdepot.memory.allocator import Extents
+from kvdepot.memory.shm import SHM
 from kvdepot.protocol import wire
 from tests.sim.content import Memory
 from tests.sim.world import Process
@@ -81,7 +82,7 @@ class View:
 
 class _Arenas(Arenas):
     def __init__(self, host: Host) -> None:
-        super().__init__()
+        super().__init__(SHM)
         self._host = host
         self._known: list[View] = []
 
@@ -202,7 +203,7 @@ class SimLane(Lane):
     """A lane whose thread is a process of the simulation, which is stopped and killed with the engine's."""
 
     def __init__(self, client: Client) -> None:
-        super().__init__(client, "")
+        super().__init__(client, "", client.now)
         self._sim = client
         self._changed: Any = _Turns(client)
         self.arenas = _Arenas(client.host)

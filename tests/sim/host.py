@@ -11,11 +11,13 @@ from blake3 import blake3
 
 from kvdepot.client import MessageQueueClient, MessagingFuture, contract
 from kvdepot.client.connection import CHECK_S, DEADLINE_S, Connection
+from kvdepot.client.requests import LASTING
 from kvdepot.client.servers import Introduction
 from kvdepot.config import Config
 from kvdepot.core.index.chunk import Namespace
-from kvdepot.errors import LayoutError, Unavailable
+from kvdepot.errors import ArenaError, Unavailable
 from kvdepot.memory.records import SLOT_BYTES
+from kvdepot.memory.shm import SHM
 from kvdepot.protocol import wire
 from kvdepot.tiers.worker import TierTask
 from tests.sim.content import CHUNK_TOKENS, Model
@@ -60,7 +62,7 @@ class Watch:
     def __init__(self, host: Host, name: str, boot: bytes) -> None:
         file = host.files.get(name)
         if file is None:
-            raise LayoutError(f"shared memory {name} cannot be opened")
+            raise ArenaError(f"shared memory {name} cannot be opened")
         if file.owner is None or file.boot != boot:
             raise Unavailable("another server owns the arena, or none")
         self.secret = file.secret
@@ -91,6 +93,7 @@ class Client(MessageQueueClient):
         self.host = host
         self.name = name
         self.server_url = "sim://"
+        self.arena_dir = SHM
         self._has_key = False
         self.process = process
         self.processes = [process]  # whose threads use it: the engine's, and its lane's
@@ -115,7 +118,7 @@ class Client(MessageQueueClient):
             Introduction(page.name, page.secret, others_between=lambda: sum(name.encode()) % 2 == 0),
             self.link.send,
             lambda arena, boot: Watch(host, arena, boot),
-            self._now,
+            self.now,
         )
         host.clients.append(self)
 
@@ -123,13 +126,14 @@ class Client(MessageQueueClient):
     def lookup_s(self) -> float:
         return self._connection.welcome.lookup_s
 
-    def _now(self) -> float:
+    def now(self) -> float:
         return self.host.world.now
 
     def ask(
         self, request: wire.Request, convert: Callable[[Any], Any] | None = None, deadline_s: float | None = DEADLINE_S
     ) -> MessagingFuture[Any]:
-        due = float("inf") if deadline_s is None else self._now() + deadline_s
+        lasts = deadline_s is None or isinstance(request, LASTING)
+        due = float("inf") if lasts or deadline_s is None else self.now() + deadline_s
         if isinstance(request, wire.Lookup) and not request.hurries:
             due += self._connection.welcome.lookup_s
 
@@ -196,7 +200,7 @@ class Client(MessageQueueClient):
 
     def _check(self) -> None:
         """Futures are done by their deadlines, and soon after the server's end."""
-        now = self._now()
+        now = self.now()
         if now < self._next_check:
             return
         self._next_check = now + CHECK_S
@@ -223,7 +227,7 @@ class Client(MessageQueueClient):
         """What is not done."""
         return [asked.what for asked in self._asked if not asked.future._done]
 
-    def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
+    def wait(self, done: Callable[[], bool], timeout_s: float, also: int | None = None) -> bool:
         if done() or self._closed:
             return done()
         return self.running().wait(done, timeout_s, CHECK_S) or done()

@@ -9,9 +9,6 @@ import logging
 import random
 from collections.abc import Callable
 
-import pytest
-
-from kvdepot.client import lane
 from kvdepot.memory.records import SLOT_BYTES
 from kvdepot.tiers.worker import Find, Load, Save
 from tests.sim.contract import CONTRACT_MODES, ContractEngine
@@ -20,7 +17,7 @@ from tests.sim.groups import HYBRIDS, MODELS, TAILED, Hybrid
 from tests.sim.host import ARENA, Host, new_config
 from tests.sim.odd import LOUD_RATE, OddClients
 from tests.sim.tiers import new_stores
-from tests.sim.world import Clock, World
+from tests.sim.world import World
 
 STEPS = 150
 """Engine steps of a run, until everyone leaves."""
@@ -479,10 +476,7 @@ def simulate(seed: int, steps: int = STEPS) -> World:
     log = logging.getLogger("kvdepot")
     level = log.level
     log.setLevel(logging.CRITICAL)  # failures are the point here
-    run = Run(seed, steps)
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lane, "time", Clock(run.world))
-            return run.run()
+        return Run(seed, steps).run()
     finally:
         log.setLevel(level)

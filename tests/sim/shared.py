@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvdepot.core.index.chunk import Chunk, State
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Reservation
-from kvdepot.errors import LayoutError
+from kvdepot.errors import ArenaError
 from kvdepot.protocol import wire
 from kvdepot.tiers.worker import Load
 
@@ -58,7 +58,7 @@ class LivenessView:
     def __init__(self, host: Host, name: str) -> None:
         found = host.liveness_files.get(name)
         if found is None:
-            raise LayoutError(f"shared memory {name} cannot be opened")
+            raise ArenaError(f"shared memory {name} cannot be opened")
         self.liveness = found
         self._host = host
 

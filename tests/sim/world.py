@@ -73,16 +73,6 @@ class World:
         return float(low * (high / low) ** self.random.random())
 
 
-class Clock:
-    """The clock of a world, in place of the module `time`."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def monotonic(self) -> float:
-        return self._world.now
-
-
 class Killed(BaseException):
     """Raised in the thread of a killed process to unwind it; only `Process` catches it."""
 
