@@ -69,11 +69,12 @@ class Asked:
 
 @dataclass
 class Client:
-    """A client that is connected. held: by request, what its session holds: keys, places and formats."""
+    """A client that is connected. held: by request, what its session holds: the withdrawals that it knows of, and keys,
+    places and formats."""
 
     format: BlockFormat
     is_faulty: bool = False
-    held: dict[str, list[tuple[bytes, int, BlockFormat]]] = field(default_factory=dict)
+    held: dict[str, tuple[int, list[tuple[bytes, int, BlockFormat]]]] = field(default_factory=dict)
 
 
 class PlacementMachine(RuleBasedStateMachine):
@@ -160,7 +161,9 @@ class PlacementMachine(RuleBasedStateMachine):
                 assert nothing, "an answer without a copy"
                 self.asked.remove(each)
         self.desk.check_places()
-        held = [place for client in self.clients.values() for places in client.held.values() for place in places]
+        promises = [promise for client in self.clients.values() for promise in client.held.values()]
+        known = self.desk.index.namespaces.withdrawals  # after further ones, nobody loads by an earlier promise
+        held = [place for withdrawals, places in promises if withdrawals == known for place in places]
         writes = [start for each in self.asked if each.is_store for _, start in each.places()]
         reads = {start for each in self.asked if not each.is_store for _, start in each.places()}
         reads |= {start for _, start, _ in held}
@@ -252,7 +255,8 @@ class PlacementMachine(RuleBasedStateMachine):
                 assert bool(place.checksum) == (self.verify == "sampled" and key[0] < 16)
                 assert place.checksum in (0, checksum(self.bytes, place.extents, PAGE))
             starts = [start for place in held.ranks[0] for start, _ in place.extents]
-            client.held[request] = [(key, at, client.format) for key, at in zip(keys, starts, strict=True)]
+            places = [(key, at, client.format) for key, at in zip(keys, starts, strict=True)]
+            client.held[request] = held.withdrawals, places
 
     @precondition(lambda self: any(client.held for client in self.clients.values()))
     @rule(name=CLIENTS, request=st.sampled_from("xy"))

@@ -54,7 +54,7 @@ SERVER = (
     Counted(
         "late_lookups", "lookups", "Lookups that waited half a second for a store, and were answered without it.",
         "lookups answered without a slow store", _REQUESTS,
-        "Engines copy slowly, or hang while they store.",
+        "An engine copies slowly or hangs: `kvdepot status` shows which ones are copying.",
     ),
     Counted(
         "shortened_lookups", "lookups",
@@ -166,7 +166,7 @@ SERVER = (
     Counted(
         "operations_refused", "requests", "Stores and retrieves beyond `max_queued`.",
         "operations refused", _REQUESTS,
-        "An engine begins more than it copies: reduce the load, or raise `max_queued`.", is_event=True,
+        "An engine starts copies faster than it ends them: see its log, or raise `max_queued`.", is_event=True,
     ),
     Counted(
         "lookups_refused", "lookups", "Lookups beyond `max_sessions`.", "lookups refused", _REQUESTS,
