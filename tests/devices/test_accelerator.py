@@ -203,6 +203,24 @@ def test_groups_of_a_device_share_their_buffers_and_the_last_frees_them() -> Non
     assert buffers() is None
 
 
+def test_blocks_opened_and_loaded_in_inference_mode_can_be_used_outside() -> None:
+    """As engines run, and the lane's thread does not."""
+    tensor, layout, worker = one_layer()
+    arena = Memory(8)
+    with torch.inference_mode():
+        blocks = opened(layout, worker, 4 * PAGE)
+    pieces = [CopyPiece(((0, 3 * PAGE),), np.array([2, 0, 5]))]
+    blocks.move(arena, pieces, True)
+    wanted = tensor[[2, 0, 5]].clone()
+    for in_inference in (True, False):
+        worker.write([np.zeros(8 * PAGE, np.uint8)])
+        with torch.inference_mode(in_inference):
+            blocks.load_in_step(arena, pieces)
+        blocks.move(arena, pieces, False)
+        assert torch.equal(tensor[[2, 0, 5]], wanted)
+    blocks.close()
+
+
 def test_blocks_that_are_closed_refuse_copies() -> None:
     _, layout, worker = one_layer()
     blocks = opened(layout, worker, 4096)

@@ -12,6 +12,7 @@ from kvdepot.devices import open_blocks, record_event
 from kvdepot.devices.accelerator import AcceleratorBlocks
 from kvdepot.devices.blocks import CopyPiece
 from kvdepot.devices.self_test import test_blocks as run_self_test
+from kvdepot.errors import LayoutError
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol.layout import Layout, build_layout
 from tests.conftest import HANG_S
@@ -115,5 +116,5 @@ def test_an_arena_is_registered_while_another_thread_captures_a_graph(case: Case
 
 def test_layers_on_two_kinds_of_devices_are_refused(case: Case) -> None:
     layout = build_layout(case.views, case.model.axes)
-    with pytest.raises(Exception, match="must be on one device, not on cpu, cuda:0"):
+    with pytest.raises(LayoutError, match="must be on one device, not on cpu, cuda:0"):
         open_blocks(layout, [*case.worker.tensors, torch.zeros(4, 4)])

@@ -47,7 +47,7 @@ _MOST_IDS = 1 << 14
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-class _Stack(NamedTuple):
+class _Planes(NamedTuple):
     """Equal segments at equal distances in one storage, such as keys and values: gathered with one call."""
 
     segments: int
@@ -59,7 +59,7 @@ class _Stack(NamedTuple):
 class _Cut(NamedTuple):
     """Segments `[first, end)` of a stack and blocks `[top, bottom)` of each chunk, from byte `at` of the batch on."""
 
-    stack: _Stack
+    stack: _Planes
     first: int
     end: int
     top: int
@@ -102,7 +102,7 @@ class _Slot:
 
 
 class _Buffers:
-    """What the groups of a device share: two slots of the lane, used in turn, one for loads within a step, and the
+    """Buffers of all groups of a device: two slots of the lane, used in turn, one for loads within a step, and the
     registered arena."""
 
     def __init__(self, device: torch.device, staging_bytes: int) -> None:
@@ -135,7 +135,7 @@ class _Buffers:
 
 _lock = threading.Lock()
 _buffers: weakref.WeakValueDictionary[tuple[torch.device, int], _Buffers] = weakref.WeakValueDictionary()
-"""By device and the size that was asked for. Guarded by _lock."""
+"""Buffers that are in use, by device and the size that was asked for. Guarded by _lock."""
 
 
 def _buffers_of(device: torch.device, staging_bytes: int) -> _Buffers:
@@ -179,14 +179,14 @@ class AcceleratorBlocks(BlockMemory):
         self.task_bytes = sum(slot.size for slot in self._buffers.lane)
         with torch.inference_mode(False):
             self._word = self._widest_word()
-            self._stacks = self._stacked()
+            self._planes = self._as_planes()
 
     def _widest_word(self) -> int:
         """Bytes of a word; an address that is no multiple of it cannot be viewed as such words."""
         numbers = [number for each in self.layout.segments for number in (each.offset, each.stride, each.size)]
         return math.gcd(*numbers, *(storage.data_ptr() for storage in self._storages), max(_WORDS))
 
-    def _stacked(self) -> list[_Stack]:
+    def _as_planes(self) -> list[_Planes]:
         """The layout's segments in order, in as few stacks as possible."""
         stacks, before, word = [], 0, self._word
         segments = self.layout.segments
@@ -197,7 +197,7 @@ class AcceleratorBlocks(BlockMemory):
                 self._storages[first.mapping], first.offset // word,
                 (count, self.layout.num_blocks, first.size // word), (step // word, first.stride // word, 1),
             )  # fmt: skip
-            stacks.append(_Stack(count, first.size, before, rows))
+            stacks.append(_Planes(count, first.size, before, rows))
             before += count * first.size
             segments = segments[count:]
         return stacks
@@ -236,7 +236,7 @@ class AcceleratorBlocks(BlockMemory):
 
     def close(self) -> None:
         buffers, self._buffers = self._buffers, None
-        self._stacks, self._storages = [], []
+        self._planes, self._storages = [], []
         if buffers is not None:
             with _lock:
                 buffers.users -= 1
@@ -279,13 +279,13 @@ class AcceleratorBlocks(BlockMemory):
         direct = most + 1 if transfer.ready else min(_DIRECT_BYTES, most + 1)
         for blocks, group in itertools.groupby(pieces, key=lambda piece: len(piece.block_ids)):
             chunks = [piece for piece in group if blocks > (0 if transfer.is_store else piece.skip)]
-            for batch in _batches([each for each in self._stacks if each.size < direct], blocks, most):
+            for batch in _batches([each for each in self._planes if each.size < direct], blocks, most):
                 together = max(1, min(most // sum(cut.size for cut in batch), _MOST_IDS // blocks))
                 for first in range(0, len(chunks), together):
                     slot = next(turn)
                     with module.stream(slot.stream):
                         self._queue_batch(transfer, slot, batch, chunks[first : first + together])
-            for stack in (each for each in self._stacks if each.size >= direct):
+            for stack in (each for each in self._planes if each.size >= direct):
                 for piece in chunks:
                     slot = next(turn)
                     with module.stream(slot.stream):
@@ -379,7 +379,7 @@ class _Transfer:
                 part.copy_(through, non_blocking=True)
 
 
-def _queue_rows(transfer: _Transfer, slot: _Slot, stack: _Stack, piece: CopyPiece) -> None:
+def _queue_rows(transfer: _Transfer, slot: _Slot, stack: _Planes, piece: CopyPiece) -> None:
     """Queue copies of large rows, each by itself."""
     if transfer.ready is not None:
         slot.stream.wait_event(transfer.ready)
@@ -403,7 +403,7 @@ def _equally_apart(segments: Sequence[Segment]) -> int:
     return count
 
 
-def _batches(stacks: Sequence[_Stack], blocks: int, most: int) -> Iterator[list[_Cut]]:
+def _batches(stacks: Sequence[_Planes], blocks: int, most: int) -> Iterator[list[_Cut]]:
     """Cut chunks of so many blocks into batches, each a range of a chunk of at most so many bytes."""
     batch: list[_Cut] = []
     used = end = 0

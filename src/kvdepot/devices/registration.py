@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import threading
@@ -150,10 +151,7 @@ def relaxed_capture(device: torch.device) -> Iterator[None]:
     Engines capture with torch's default mode, in which a call such as cudaHostRegister or cudaEventQuery in any other
     thread fails, and with it the capture, unless that thread has asked for the relaxed mode.
     """
-    exchange = None
-    if device.type == "cuda":
-        with contextlib.suppress(AttributeError):  # a runtime that torch has linked statically, or ROCm's
-            exchange = ctypes.CDLL(None).cudaThreadExchangeStreamCaptureMode
+    exchange = _exchange_capture_mode() if device.type == "cuda" else None
     mode = ctypes.c_int(_RELAXED)
     if exchange is not None:
         exchange(ctypes.byref(mode))
@@ -162,3 +160,10 @@ def relaxed_capture(device: torch.device) -> Iterator[None]:
     finally:
         if exchange is not None:
             exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def _exchange_capture_mode() -> Callable[..., int] | None:
+    """CUDA's function; None with a runtime that torch has linked statically, or ROCm's."""
+    function: Callable[..., int] | None = getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None)
+    return function

@@ -79,7 +79,7 @@ class _Differs(DeviceError):
         )
 
 
-class _Scratch:
+class _TestArena:
     """An arena of the self-test, in memory of this process."""
 
     def __init__(self, size: int) -> None:
@@ -88,7 +88,7 @@ class _Scratch:
 
 def _test(blocks: Sequence[BlockMemory], given_up: threading.Event) -> CopySpeed:
     groups = [_Group(number, each, given_up) for number, each in enumerate(blocks)]
-    scratch = _Scratch(max(group.arena_bytes for group in groups))
+    scratch = _TestArena(max(group.arena_bytes for group in groups))
     for group in groups:
         group.check(scratch, "")
     prepared = [group.blocks.follow(scratch) for group in groups]
@@ -124,7 +124,7 @@ class _Group:
         self.extents: Extents = tuple((at * PAGE, count * PAGE) for at, count in places if count)
         self.arena_bytes = (pages + 4) * PAGE
 
-    def check(self, scratch: _Scratch, kind: str) -> None:
+    def check(self, scratch: _TestArena, kind: str) -> None:
         """Raise an error unless blocks come back, and nothing else changes. The blocks are then as they were.
 
         kind: of the arena's memory.
@@ -152,7 +152,7 @@ class _Group:
         finally:
             self._write(before)
 
-    def seconds(self, scratch: _Scratch) -> tuple[float, float]:
+    def seconds(self, scratch: _TestArena) -> tuple[float, float]:
         """The times of a store of the blocks and of a load of the same bytes, `repeats` times each."""
         begun = time.perf_counter()
         self._move(scratch, True, times=self.repeats)
@@ -160,7 +160,7 @@ class _Group:
         self._move(scratch, False, times=self.repeats)
         return stored - begun, time.perf_counter() - stored
 
-    def _move(self, scratch: _Scratch, is_store: bool, skip: int = 0, times: int = 1) -> None:
+    def _move(self, scratch: _TestArena, is_store: bool, skip: int = 0, times: int = 1) -> None:
         if self._given_up.is_set():
             raise TimeoutError("given up")
         self.blocks.move(scratch, [CopyPiece(self.extents, self.ids, skip)] * times, is_store)
