@@ -54,7 +54,7 @@ SERVER = (
     Counted(
         "late_lookups", "lookups", "Lookups that waited half a second for a store, and were answered without it.",
         "lookups answered without a slow store", _REQUESTS,
-        "Copies are slow or hang: raise `--copy-threads`.",
+        "Engines copy slowly, or hang while they store.",
     ),
     Counted(
         "shortened_lookups", "lookups",
@@ -95,8 +95,8 @@ SERVER = (
     ),
     Counted(
         "failed_chunks", "shards",
-        "Shards whose store failed: the copy failed, the engine died, or it reused the blocks.",
-        "store failed", _MEMORY, "If there are many, look for failed copies in the log.",
+        "Shards whose store failed: the copy failed, the engine died or gave it up, or there was no memory.",
+        "store failed", _MEMORY, "If there are many, look for failed copies in the engines' logs.",
         is_event=True,
     ),
     Counted(
@@ -166,7 +166,7 @@ SERVER = (
     Counted(
         "operations_refused", "requests", "Stores and retrieves beyond `max_queued`.",
         "operations refused", _REQUESTS,
-        "The server cannot keep up: raise `--copy-threads`, or reduce the load.", is_event=True,
+        "An engine begins more than it copies: reduce the load, or raise `max_queued`.", is_event=True,
     ),
     Counted(
         "lookups_refused", "lookups", "Lookups beyond `max_sessions`.", "lookups refused", _REQUESTS,
