@@ -103,7 +103,7 @@ class ModelFacts:
         return tokens
 
     def format(self, group: int) -> BlockFormat:
-        """What the server is told of a shape's chunks, each of which is one block."""
+        """The format of a shape's chunks, each of which is one block."""
         shape = self.shapes[group]
         size = shape.size if isinstance(shape, State) else shape.values * self.chunk_tokens * ITEM_BYTES[self.dtype]
         return chunk_format(size, f"{group} {self.dtype} {self.chunk_tokens} {shape!r}")

@@ -112,8 +112,9 @@ class PagePool:
             raise BadRequest(f"pages {pages[:8]} are not {count} of the {self.blocks.layout.num_blocks} of {self.name}")
         return np.array(pages, np.intp)
 
-    def copy(self, view: ArenaView, placement: wire.Placement, pages: Ids, *, is_store: bool) -> None:
-        """Copy pages to or from their places in the arena. pages: of all keys of the placement's request."""
+    def copy(self, view: ArenaView, placement: wire.Placement, request: wire.Store | wire.Retrieve, pages: Ids) -> None:
+        """Copy pages to or from their places in the arena. request: that is placed. pages: of all its keys."""
+        is_store = isinstance(request, wire.Store)
         placed = zip(placement.chunks, placement.places, strict=True)
         pieces = [CopyPiece(place.extents, pages[chunk : chunk + 1]) for chunk, place in placed]
         step = max(1, self.blocks.task_bytes // self.page_bytes)
@@ -350,13 +351,13 @@ class PageStore:
 
     def _move(self, pool: PagePool, request: wire.Store | wire.Retrieve, pages: Ids, kind: type[T]) -> T:
         """The answer to a store or retrieve, whose pages are copied here. Raises KVDepotError."""
-        is_store = isinstance(request, wire.Store)
 
         def copy(view: ArenaView, placement: wire.Placement) -> None:
-            pool.copy(view, placement, pages, is_store=is_store)
+            pool.copy(view, placement, request, pages)
 
         with self._link.call():
-            return self._link.move(request, pool.page_bytes, copy, kind, _SET_S if is_store else _GET_S)
+            timeout_s = _SET_S if isinstance(request, wire.Store) else _GET_S
+            return self._link.move(request, pool.page_bytes, copy, kind, timeout_s)
 
     def clear(self) -> bool:
         """Remove the pages of all pools, from tiers too; whether that is certain. Blocks 10 s at most."""
