@@ -69,11 +69,12 @@ class Asked:
 
 @dataclass
 class Client:
-    """A client that is connected. held: by request, what its session holds: keys, places and formats."""
+    """A client that is connected. held: by request, what its session holds: the withdrawals that it knows of, and keys,
+    places and formats."""
 
     format: BlockFormat
     is_faulty: bool = False
-    held: dict[str, list[tuple[bytes, int, BlockFormat]]] = field(default_factory=dict)
+    held: dict[str, tuple[int, list[tuple[bytes, int, BlockFormat]]]] = field(default_factory=dict)
 
 
 class PlacementMachine(RuleBasedStateMachine):
@@ -86,13 +87,8 @@ class PlacementMachine(RuleBasedStateMachine):
         self.clients: dict[bytes, Client] = {}
         self.ghosts: list[tuple[float, Asked]] = []  # stores of dead clients, and until when a device may write
         self.verify = verify
-        for kind in ("store", "retrieve"):
-            self.ask(b"one", prompt("a", 5), 5, kind)
-            for task in self.desk.prepares:
-                self.desk.prepare(task)
-            self.hear()
-            self._write(self.asked[0], PAGE)
-            assert self._complete(self.asked[0]) == (True if kind == "store" else [True] * 5)
+        for kind, answer in (("store", True), ("retrieve", [True] * 5)):
+            assert self._move(b"one", prompt("a", 5), 5, kind) == answer
 
     def teardown(self) -> None:
         if hasattr(self, "desk"):
@@ -129,6 +125,22 @@ class PlacementMachine(RuleBasedStateMachine):
         else:
             self.asked.append(Asked(asked, request, client.format))
 
+    @rule(name=CLIENTS, chain=CHAINS, count=st.integers(1, 5), kind=st.sampled_from(KINDS))
+    def move(self, name: bytes, chain: Any, count: int, kind: str) -> None:
+        """All of it at once."""
+        self._move(name, chain, count, kind)
+
+    def _move(self, name: bytes, chain: Any, count: int, kind: str) -> Any:
+        self.ask(name, chain, count, kind)
+        for task in list(self.desk.prepares):
+            self.desk.prepare(task)
+        self.hear()
+        each = self.asked[-1] if self.asked else None
+        if each is None or each.copying is None:
+            return None
+        self._write(each, PAGE)
+        return self._complete(each)
+
     @precondition(lambda self: self.desk.prepares)
     @rule(data=st.data(), is_allocated=st.sampled_from([True, True, True, False]))
     def allocate(self, data: st.DataObject, is_allocated: bool) -> None:
@@ -149,7 +161,9 @@ class PlacementMachine(RuleBasedStateMachine):
                 assert nothing, "an answer without a copy"
                 self.asked.remove(each)
         self.desk.check_places()
-        held = [place for client in self.clients.values() for places in client.held.values() for place in places]
+        promises = [promise for client in self.clients.values() for promise in client.held.values()]
+        known = self.desk.index.namespaces.withdrawals  # after further ones, nobody loads by an earlier promise
+        held = [place for withdrawals, places in promises if withdrawals == known for place in places]
         writes = [start for each in self.asked if each.is_store for _, start in each.places()]
         reads = {start for each in self.asked if not each.is_store for _, start in each.places()}
         reads |= {start for _, start, _ in held}
@@ -158,12 +172,11 @@ class PlacementMachine(RuleBasedStateMachine):
         assert all(self.bytes[start : start + PAGE].tobytes() == truth(key, format) for key, start, format in held)
         self.desk.index.validate()
 
+    @precondition(lambda self: any(each.is_store and each.places() for each in self.asked))
     @rule(data=st.data(), size=st.sampled_from([100, PAGE, PAGE]))
     def write(self, data: st.DataObject, size: int) -> None:
         """A client copies, a part or the whole."""
-        stores = [each for each in self.asked if each.is_store and each.places()]
-        if stores:
-            self._write(data.draw(st.sampled_from(stores)), size)
+        self._write(data.draw(st.sampled_from([each for each in self.asked if each.is_store and each.places()])), size)
 
     def _write(self, each: Asked, size: int) -> None:
         for key, start in each.places() if each.is_store else []:
@@ -183,11 +196,11 @@ class PlacementMachine(RuleBasedStateMachine):
         if all(start != page * PAGE for each in self.asked if each.is_store for _, start in each.places()):
             self.bytes[page * PAGE + 7] ^= 1
 
+    @precondition(lambda self: self.desk.copies)
     @rule(data=st.data(), copied=st.sampled_from([True, True, True, False]))
     def complete(self, data: st.DataObject, copied: bool) -> None:
         placed = [each for each in self.asked if each.copying is not None]
-        if placed:
-            self._complete(data.draw(st.sampled_from(placed)), copied)
+        self._complete(data.draw(st.sampled_from(placed)), copied)
 
     def _complete(self, each: Asked, copied: bool = True) -> Any:
         assert each.copying is not None
@@ -242,8 +255,10 @@ class PlacementMachine(RuleBasedStateMachine):
                 assert bool(place.checksum) == (self.verify == "sampled" and key[0] < 16)
                 assert place.checksum in (0, checksum(self.bytes, place.extents, PAGE))
             starts = [start for place in held.ranks[0] for start, _ in place.extents]
-            client.held[request] = [(key, at, client.format) for key, at in zip(keys, starts, strict=True)]
+            places = [(key, at, client.format) for key, at in zip(keys, starts, strict=True)]
+            client.held[request] = held.withdrawals, places
 
+    @precondition(lambda self: any(client.held for client in self.clients.values()))
     @rule(name=CLIENTS, request=st.sampled_from("xy"))
     def end_session(self, name: bytes, request: str) -> None:
         if name in self.clients:
@@ -266,7 +281,7 @@ class PlacementMachine(RuleBasedStateMachine):
         client.format, client.is_faulty = format, is_faulty
         self._register(name)
 
-    @rule(name=CLIENTS, has_left=st.booleans())
+    @rule(name=CLIENTS, has_left=st.sampled_from([False, False, True]))
     def die(self, name: bytes, has_left: bool) -> None:
         if self.clients.pop(name, None) is None:
             return
@@ -284,8 +299,11 @@ class PlacementMachine(RuleBasedStateMachine):
         self.desk.tick(now, 1000.0 + now)
         self.desk.expire()
 
-    @rule(name=CLIENTS)
-    def forget(self, name: bytes) -> None:
+    @rule(name=CLIENTS, is_wanted=st.sampled_from([False, False, False, True]))
+    def forget(self, name: bytes, is_wanted: bool) -> None:
+        """Not often: then memory is empty."""
+        if not is_wanted:
+            return
         self._connect(name)
         self.desk.send(name, wire.Forget())
         self.desk.expire()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
-import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,50 +14,18 @@ import pytest
 import zmq
 
 from kvdepot.client import MessageQueueClient
-from kvdepot.errors import Busy, KVDepotError
-from kvdepot.keys import ROOT
+from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
-from kvdepot.protocol.layout import Layout, Mapping, Segment
-from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.ports import free_port
-from tests.protocol.raw import Raw
 
 ROOT_FOLDER = Path(__file__).parents[2]
-BLOCK_BYTES = 512
 
 pytestmark = pytest.mark.faults
 
 
-class Tensors:
-    """A shared file of 64 blocks that a client can register."""
-
-    def __init__(self) -> None:
-        self.path = SHM / f"kvtest-{secrets.token_hex(6)}"
-        self.path.write_bytes(os.urandom(64 * BLOCK_BYTES))
-        self.path.chmod(0o600)
-
-    def register(self, instance: int, files: int = 1) -> wire.Register:
-        mappings = [Mapping(self.path.name, 64 * BLOCK_BYTES)] * files
-        return wire.Register(instance, Layout(mappings, [Segment(0, 0, BLOCK_BYTES, BLOCK_BYTES)], 64, bytes(32)))
-
-    def close(self) -> None:
-        self.path.unlink()
-
-
-@pytest.fixture
-def tensors() -> Iterator[Tensors]:
-    made = Tensors()
-    yield made
-    made.close()
-
-
 def hashes(count: int, seed: int = 0) -> bytes:
     return b"".join(seed.to_bytes(16, "little") + i.to_bytes(16, "little") for i in range(count))
-
-
-def shards(names: bytes, model: str = "m", first_block: int = 0) -> wire.Shards:
-    ids = b"".join(i.to_bytes(4, "little") for i in range(first_block, first_block + len(names) // 32))
-    return wire.Shards("r", model, 1, 0, ROOT, 0, names, ids)
 
 
 def lookup(names: bytes, request: str = "r", model: str = "m") -> wire.Lookup:
@@ -145,22 +111,6 @@ def test_more_clients_than_open_files_allow_wait_until_others_have_left(start_de
     assert cpu_s(server.process.pid) - before < 0.5, "an idle server spins"
     eventually(lambda: "open files allows" in server.logged())
     living.close()
-
-
-def test_registrations_that_need_more_files_than_are_left_are_refused(
-    start_depot: StartDepot, tensors: Tensors
-) -> None:
-    server = start_depot(arena_mib=8, files=64)
-    raw = Raw(server).hello()
-    refused = raw.ask(tensors.register(1, files=60))
-    assert type(refused) is Busy
-    assert raw.ask(tensors.register(1, files=1)) is None
-    assert raw.ask(wire.Store(1, 1, [shards(hashes(2))])) is True
-    other = Raw(server).hello()
-    assert other.ask(lookup(hashes(2))) == 2
-    assert counters(server)["registrations_refused"] == 1
-    raw.close()
-    other.close()
 
 
 # -- those who flood, and those who do not read

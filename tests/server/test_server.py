@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -22,14 +22,13 @@ import zmq
 from kvdepot.adapters import LoadStoreOp, MessageQueueClient
 from kvdepot.config import Config
 from kvdepot.errors import ArenaError
-from kvdepot.memory.arena_header import Watch
-from kvdepot.memory.copier import Call, Copier, Copy, CopyPiece, Mapped, Memory
 from kvdepot.protocol import wire
-from kvdepot.server import loop
+from kvdepot.protocol.layout import chunk_format
 from kvdepot.server.loop import Server
 from tests.cli.command import run
 from tests.client.engine import CHUNK, Engine, works
 from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
+from tests.harness import PlainLiveness
 from tests.ports import free_port
 from tests.server.process import kill
 
@@ -255,71 +254,25 @@ def test_a_server_that_ends_answers_what_is_under_way(start_depot: StartDepot) -
     engine.close()
 
 
-class Hanging(Mapped):
-    """Tensors behind a driver that hangs until it is released."""
-
-    task_bytes = 1
-
-    def __init__(self) -> None:
-        self.let_go = threading.Event()
-        self.began = threading.Event()
-
-    def lane(self, is_store: bool) -> str:
-        return "a GPU's"
-
-    def move(self, memory: Memory, pieces: Sequence[CopyPiece], is_store: bool) -> None:
-        self.hang()
-
-    def hang(self) -> None:
-        self.began.set()
-        self.let_go.wait(2 * HANG_S)
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("what", ["a copy", "mapping tensors"])
-def test_a_server_that_ends_while_a_driver_hangs_keeps_its_blocks_locked(
-    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "_COPIER_STOP_S", 0.1)
+def test_memory_is_allocated_beside_the_loop_and_given_up_at_the_end(tmp_path: Path) -> None:
     name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
-    server = Server(Config(url=f"ipc://{tmp_path}/sock", arena_name=name, arena_gib=8 / 1024, drain_s=0.1, http="off"))
-    hanging = Hanging()
-    if what == "a copy":
-        server.depot.transfers.operations += 1
-        server._copier.submit(Copy(None, False, hanging, []))
-    else:
-        server._copier.submit(Call(None, hanging.hang))
-    assert hanging.began.wait(HANG_S)
-    watch = Watch(name, server.boot)
-    ending = threading.Thread(target=server.close)
-    ending.start()
-    ending.join(HANG_S)
-    try:
-        assert not ending.is_alive(), "it waits for the driver"
-        assert not watch.is_gone(), "clients would hand out blocks that the copy may yet write"
-    finally:
-        hanging.let_go.set()
-        ending.join()
-        server._copier.stop()
-        server.arena.close(remove=True)
-        watch.close()
-
-
-def test_the_processors_tensors_are_mapped_while_a_devices_driver_hangs() -> None:
-    outcomes: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    copier = Copier(cast(Any, None), 2, lambda token, outcome: outcomes.put((token, outcome)))
-    hanging = [Hanging() for _ in range(4)]
-    for one in hanging:
-        copier.submit(Call("device", one.hang, "devices"))
-    copier.submit(Call("processor", lambda: 7))
-    assert outcomes.get(timeout=HANG_S) == ("processor", 7)
-    assert not copier.stop(0.01)
-    for one in hanging:
-        one.let_go.set()
-    assert copier.stop()
-    assert [outcomes.get_nowait() for _ in hanging] == [("device", None)] * len(hanging)
+    server = Server(Config(url=f"ipc://{tmp_path}/sock", arena_name=name, arena_gib=64 / 1024, http="off"))
+    server.depot.welcome(b"one", PlainLiveness("liveness"))
+    server.depot.handle(b"one", b"register", wire.Register(1, chunk_format(MIB, "chunks"), "m", 1, 0, 1))
+    (client,) = server.depot.clients
+    for number in (b"number 1", b"number 2"):
+        hashes = b"".join(i.to_bytes(16, "little") + number * 2 for i in range(16))
+        store = wire.Store(1, [wire.Shards("r", "m", 1, 0, b"", 0, hashes, 1)])
+        server._act(server.depot.handle(b"one", number, store))
+        (*_, operation) = client.operations.values()
+        assert operation.placement is None, "this memory is not there yet"
+        if number == b"number 1":
+            assert select.select([server._wake], [], [], HANG_S)[0]
+            server._collect()
+            assert operation.placement is not None and (SHM / name).stat().st_blocks * 512 >= 16 * MIB
+    server.close()
+    assert not server.hangs and not (SHM / name).exists()
+    assert not [each for each in threading.enumerate() if "kvdepot-memory" in each.name]
 
 
 def test_an_arena_of_another_size_keeps_what_fits(start_depot: StartDepot) -> None:

@@ -95,8 +95,8 @@ SERVER = (
     ),
     Counted(
         "failed_chunks", "shards",
-        "Shards whose store failed: the copy failed, the engine died, or it reused the blocks.",
-        "store failed", _MEMORY, "If there are many, look for failed copies in the log.",
+        "Shards whose store failed: the copy failed, the engine died or gave it up, or there was no memory.",
+        "store failed", _MEMORY, "If there are many, look for failed copies in the engines' logs.",
         is_event=True,
     ),
     Counted(
