@@ -150,10 +150,10 @@ def _namespace(model: _Model, used: int, tokens: tuple[int, int, int]) -> Namesp
 def _engines(uptime_s: float) -> list[Engine]:
     llama, qwen = MODELS[0].name, MODELS[1].name
     return [
-        Engine("9f31c2aa", uptime_s - 60, 0.1, [llama], [], "", "", 7, 138, 0),
-        Engine("4b7d0e15", uptime_s - 61, 0.2, [llama], [0], "", "", 0, 0, 2),
-        Engine("17e5f6b9", uptime_s - 95, 0.3, [qwen], [], "", "", 4, 74, 0),
-        Engine("e2c4418d", uptime_s - 96, 0.2, [qwen], [0], "", "", 0, 0, 1),
+        Engine("9f31c2aa", uptime_s - 60, 0.1, [llama], [], "", 7, 138, 0),
+        Engine("4b7d0e15", uptime_s - 61, 0.2, [llama], [0], "", 0, 0, 2),
+        Engine("17e5f6b9", uptime_s - 95, 0.3, [qwen], [], "", 4, 74, 0),
+        Engine("e2c4418d", uptime_s - 96, 0.2, [qwen], [0], "", 0, 0, 1),
     ]
 
 

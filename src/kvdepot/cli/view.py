@@ -223,7 +223,7 @@ def engines(shown: Sequence[Engine]) -> Listing:
             ", ".join(engine.models) or "-",
             _shorten(engine.engine, _ENGINE_CELLS),
             f"rank {', '.join(map(str, engine.ranks))}" if engine.ranks else "scheduler",
-            Text("uncached", "yellow") if engine.fault else "",
+            Text("uncached", "yellow") if engine.fault else "ok",
             str(engine.pid or "-"), count(engine.sessions), count(engine.pinned_chunks), count(engine.queued),
             duration(engine.idle_s) if engine.idle_s >= 1 else "now", engine.host or "-",
         )

@@ -1,6 +1,6 @@
-"""Layouts: where the bytes of each block are, as segments of memory that the server can map.
+"""Layouts: where the bytes of each block are, as segments of the memory of an engine's worker.
 
-Used by the client to describe its paged KV tensors, and by the server to check the description. No torch, no I/O.
+Used by the client to describe its paged KV tensors. The server knows `BlockFormat` alone. No torch, no I/O.
 A block is bytes: no format is known by name (NHD, HND, MLA, fp8); shapes and strides are enough.
 
 A tensor of any shape has one **block axis**. The bytes of one block form one or more contiguous runs; each run is a
