@@ -99,6 +99,11 @@ def ends(within_s: float = HANG_S) -> Iterator[None]:
 def suspend(pid: int) -> None:
     """SIGSTOP; returns when none of its threads runs any more, which on a busy machine is not at once."""
     os.kill(pid, signal.SIGSTOP)
+    wait_stopped(pid)
+
+
+def wait_stopped(pid: int) -> None:
+    """Return when none of its threads runs any more."""
     tasks = Path(f"/proc/{pid}/task")
 
     def is_stopped() -> bool:

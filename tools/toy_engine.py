@@ -23,7 +23,7 @@ import torch
 import zmq
 from blake3 import blake3
 
-from kvdepot.adapters import KVCacheHandle, LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
+from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.client import MessageQueueClient
 from kvdepot.client.transfer import Origin
 from kvdepot.errors import KVDepotError
@@ -435,9 +435,8 @@ class ToyEngine:
         return {"steps": 0, "wrong": self.wrong, "worker": dict(self.worker.counters), **counters}
 
     def files(self) -> list[str]:
-        """Names of this engine's files in /dev/shm: its liveness files and its tensors."""
-        liveness_files = [adapter.mq_client.liveness.name for adapter in (self.scheduler, self.worker)]
-        return liveness_files + [KVCacheHandle(tensor).view.mapping for tensor in self.caches.values()]
+        """Names of this engine's files in /dev/shm, which show that it lives."""
+        return [adapter.mq_client.liveness.name for adapter in (self.scheduler, self.worker)]
 
     def close(self) -> None:
         """The worker's shutdown, then the scheduler's; safe twice."""

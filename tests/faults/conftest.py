@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from tools.toy_engine import ToyEngine
 
 from kvdepot.client import MessageQueueClient
 from kvdepot.protocol import wire
-from tests.conftest import HANG_S, Depot, StartDepot, eventually, state, suspend
+from tests.conftest import HANG_S, Depot, StartDepot, eventually, state, wait_stopped
 
 ANSWER_S = 300.0
 ROOT = Path(__file__).parent.parent.parent
@@ -53,6 +52,10 @@ class Driver:
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
+
+    def wait_stopped(self) -> None:
+        """Return when its process has stopped itself (halting.py). The answer to what it was told last is still due."""
+        wait_stopped(self.pid)
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone with all its descriptors."""
@@ -182,25 +185,9 @@ class Watcher:
         answer: dict[str, Any] = self._client.ask(wire.Status()).result(HANG_S)
         return answer
 
-    def stop_in_copy(self, depot: Depot, driver: Driver, begin: Callable[[int], dict[str, Any]]) -> str:
-        """Stop (SIGSTOP) the server in the middle of a copy; the id of what was begun.
-
-        begin: the command that begins it, by attempt: a copy may be over before the signal arrives. Then the attempt is
-        ended, so that its blocks are free for the next, which must copy something that is not stored yet.
-        """
-        for attempt in range(20):
-            command = begin(attempt)
-            driver.send(**command)
-            deadline = time.monotonic() + 0.5  # past it the copy is over, or will be taken at the next attempt
-            while not self.status()["operations"] and time.monotonic() < deadline:
-                pass
-            suspend(depot.process.pid)
-            request_id: str = driver.answer()
-            if request_id in driver.tell("under_way"):
-                return request_id
-            depot.process.send_signal(signal.SIGCONT)
-            driver.tell(command["do"].replace("begin", "end"), request_id=request_id)
-        raise AssertionError("20 copies were too fast to be interrupted")
+    def clear(self) -> None:
+        """Drop all chunks that nothing holds."""
+        self._client.ask(wire.Clear()).result(HANG_S)
 
     def wait_released(self) -> None:
         """Wait until nothing is left of all clients but this one."""

@@ -19,6 +19,8 @@ from typing import Any
 from tools.toy_engine import ToyEngine
 
 from kvdepot.client import connection
+from kvdepot.client.lane import CopyPhase
+from tests.faults.halting import halt
 from tests.faults.tail_engine import TailEngine
 from tests.programs import die_with_parent
 
@@ -61,6 +63,10 @@ class Child:
                 self.engine.drain(**arguments)
                 return self.engine.stats()
         assert self.engine is not None
+        if do == "halt":  # in the middle of the next copy
+            return halt(self.engine.worker, **arguments)
+        if do == "is_completing":
+            return all(each.phase is CopyPhase.COMPLETING for each in list(self.engine.worker.lane._live.values()))
         return getattr(self.engine, do)(**arguments)
 
 

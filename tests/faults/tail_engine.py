@@ -30,6 +30,7 @@ class TailEngine:
         self.caches = [torch.zeros((8, 1, width), dtype=torch.uint8) for width in widths]
         place: Any = SimpleNamespace(url=url, context=zmq.Context())
         self.native = NativeEngine(place, SPEC, self.caches)
+        self.worker = self.native.worker
         self.chain = ChunkChain(TOKENS, ROOT)
         self.chain.extend(_PROMPT[: CHUNKS * TOKENS])
 
@@ -58,21 +59,21 @@ class TailEngine:
         """Store a tail's parts, one message for each group."""
         name, before = f"{tokens}", self.key(continues) if continues else b""
         parts = [self._written(name, group, self.key(tokens), CHUNKS, before) for group in range(2)]
-        self.native.worker.submit_store([name], parts, None)
+        self.worker.submit_store([name], parts, None)
         return name
 
     def end_store(self, request_id: str) -> bool:
         """Wait for a tail's store; returns whether it arrived."""
-        dropped = self.native.worker.counters["stores_dropped"]
-        eventually(lambda: request_id in self.native.worker.poll({request_id}).stored)
-        return self.native.worker.counters["stores_dropped"] == dropped
+        dropped = self.worker.counters["stores_dropped"]
+        eventually(lambda: request_id in self.worker.poll({request_id}).stored)
+        return self.worker.counters["stores_dropped"] == dropped
 
     def store(self, tokens: int, continues: int = 0) -> bool:
         return self.end_store(self.begin_store(tokens, continues))
 
     def under_way(self) -> list[str]:
-        self.native.worker.client.pump()
-        return [name for name, stores in self.native.worker.stores.items() if not all(each.done() for each in stores)]
+        self.worker.client.pump()
+        return [name for name, stores in self.worker.stores.items() if not all(each.done() for each in stores)]
 
     def found(self, tails: list[int]) -> int:
         """Look up the prompt with these tails, load the end of what is found and check it; returns its tokens."""

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -17,46 +16,10 @@ from tests.faults.conftest import StartDriver, Watcher, footprint
 
 pytestmark = pytest.mark.faults
 
-WIDE = {"blocks": 64, "width": 1 << 15}
-"""2 MiB a block, 128 MiB in all: copying them takes long enough to be interrupted."""
 ROUNDS = 3
 TOGETHER = 5
 WARM_UP = 1
 """Rounds of `TOGETHER` engines before the first numbers are taken."""
-
-
-def helper_of(pid: int) -> int:
-    """The process that removes the shared memory of an engine's process, torch_shm_manager: its child."""
-    for number in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        if Path(f"/proc/{number}/comm").read_text().startswith("torch_shm"):
-            return int(number)
-    raise AssertionError("torch has started no helper")
-
-
-@pytest.mark.parametrize("is_store", [True, False], ids=["store", "retrieve"])
-def test_a_worker_killed_in_a_copy_leaves_chunks_whole_and_nothing_held(
-    is_store: bool, start_depot: StartDepot, start_driver: StartDriver, watch: Callable[[Depot], Watcher]
-) -> None:
-    depot = start_depot("--copy-threads", "1", arena_mib=512, chunk_size=64)
-    watcher = watch(depot)
-    worker = start_driver(depot.url, **WIDE)
-    files = worker.tell("files")
-    if not is_store:
-        assert worker.tell("store", family=1, chunks=8) is True
-    do = "begin_store" if is_store else "begin_retrieve"
-    watcher.stop_in_copy(depot, worker, lambda n: {"do": do, "family": 1 + n * is_store, "chunks": 8})
-    worker.kill()
-    depot.process.send_signal(signal.SIGCONT)
-    watcher.wait_released()
-    eventually(lambda: not any((SHM / name).exists() for name in files))
-    # The copy that went on after the death is sealed if it ended before the death was noticed: whole or not at all.
-    chunks = watcher.status()["chunks"]
-    assert chunks % 8 == 0 if is_store else chunks == 8
-    other = start_driver(depot.url, **WIDE)
-    assert other.tell("hits", families=list(range(1, 21)), chunks=8) == chunks
-    assert other.tell("store", family=30, chunks=8) is True
-    assert other.tell("hits", families=[30], chunks=8) == 8
-    assert not other.tell("stats")["wrong"]
 
 
 def test_engines_killed_and_started_again_leave_no_descriptor_thread_or_map_behind(
@@ -78,7 +41,6 @@ def test_engines_killed_and_started_again_leave_no_descriptor_thread_or_map_behi
         for driver in drivers:
             driver.kill()
         watcher.wait_released()
-        eventually(lambda: "torch_" not in Path(f"/proc/{depot.process.pid}/maps").read_text())
     after = footprint(depot.process.pid)
     print(f"{before} -> {after}")
     for what, count in before.items():

@@ -17,6 +17,9 @@ from tests.server.process import kill
 
 pytestmark = pytest.mark.faults
 
+WIDTHS = 8192, 4096
+"""Bytes of a block of attention, and of a state."""
+
 
 def again(start_depot: StartDepot, depot: Depot, *flags: str, **options: Any) -> Depot:
     """Another server in the same place."""
@@ -88,48 +91,49 @@ def test_a_server_started_at_once_has_the_chunks_and_the_engines_back(
     watcher.wait_released()
 
 
-@pytest.mark.parametrize("widths", [(8 << 20, 4096), (4096, 8 << 20)], ids=["attention", "state"])
+@pytest.mark.parametrize("group", [0, 1], ids=["attention", "state"])
 def test_a_tail_that_was_being_written_at_a_kill_of_both_sides_is_gone(
-    widths: tuple[int, int], start_depot: StartDepot, start_driver: StartDriver, watch: Callable[[Depot], Watcher]
+    group: int, start_depot: StartDepot, start_driver: StartDriver, watch: Callable[[Depot], Watcher]
 ) -> None:
-    """The large part of a tail is the one that is cut off: its first one, or the second while the first is sealed."""
-    options: dict[str, Any] = {"arena_mib": 512, "chunk_size": TOKENS}
-    flags = "--copy-threads", "1", "--verify", "always"
+    """group: whose part of the tail is cut off: the first, or the second while the first is sealed."""
+    options: dict[str, Any] = {"chunk_size": TOKENS}
+    flags = "--verify", "always"
     depot = start_depot(*flags, **options)
-    driver = start_driver(depot.url, widths=widths)
+    driver = start_driver(depot.url, widths=WIDTHS)
     driver.tell("store_whole")
-    tails: list[int] = []
-
-    def begin(attempt: int) -> dict[str, Any]:
-        tails.append(1 + attempt)
-        return {"do": "begin_store", "tokens": tails[-1], "continues": attempt}
-
-    watch(depot).stop_in_copy(depot, driver, begin)
-    *stored, cut_off = tails
+    stored, cut_off = 1, 2
+    assert driver.tell("store", tokens=stored) is True
+    driver.tell("halt", step="half", chunks=1, group=group)
+    driver.send("begin_store", tokens=cut_off, continues=stored)
+    driver.wait_stopped()
+    watcher = watch(depot)
+    eventually(lambda: watcher.status()["operations"] == 2 - group)
     kill(depot)
     driver.kill()
-    sound(depot, stored, widths, has_half=True)
+    sound(depot, [stored], halves=group)
     depot = again(start_depot, depot, *flags, **options)
-    driver = start_driver(depot.url, widths=widths)
+    driver = start_driver(depot.url, widths=WIDTHS)
     assert driver.tell("found", tails=[cut_off]) == CHUNKS * TOKENS
-    assert driver.tell("found", tails=[cut_off, *reversed(stored)]) == CHUNKS * TOKENS + (stored or [0])[-1]
+    assert driver.tell("found", tails=[cut_off, stored]) == CHUNKS * TOKENS + stored
     assert driver.tell("store", tokens=cut_off) is True
     assert driver.tell("found", tails=[cut_off]) == CHUNKS * TOKENS + cut_off
     assert driver.tell("store", tokens=60, continues=cut_off) is True
     assert driver.tell("found", tails=[60, cut_off]) == CHUNKS * TOKENS + 60
     status = settled(depot)
     kill(depot)
-    report = sound(depot, [*stored, cut_off, 60], widths)
+    report = sound(depot, [stored, cut_off, 60])
     assert (report.used_bytes, report.chunks) == (status["used_bytes"], status["chunks"])
 
 
-def sound(depot: Depot, tails: list[int], widths: tuple[int, int], has_half: bool = False) -> Report:
-    """The audit of a killed server's arena: it has these tails, each record its bytes, and memory is accounted."""
+def sound(depot: Depot, tails: list[int], halves: int = 0) -> Report:
+    """The audit of a killed server's arena: it has these tails, each record its bytes, and memory is accounted.
+
+    halves: tails of which only the first part is there.
+    """
     report = audit(SHM, depot.name)
-    whole, first = CHUNKS + len(tails), has_half and report.chunks % 2 == 0
-    assert not report.problems and report.summed_shards == report.shards == report.chunks
-    assert report.chunks == whole + 1 + len(tails) + first
-    assert report.used_bytes == (whole + first) * widths[0] + (1 + len(tails)) * widths[1]
+    first, second = CHUNKS + len(tails) + halves, 1 + len(tails)
+    assert not report.problems and report.summed_shards == report.shards == report.chunks == first + second
+    assert report.used_bytes == first * WIDTHS[0] + second * WIDTHS[1]
     return report
 
 

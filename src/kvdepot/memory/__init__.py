@@ -1,1 +1,1 @@
-"""Shared memory, the arena, its records and allocator, and the copy threads. It makes no decisions about chunks."""
+"""Shared memory, the arena, its records and allocator. It makes no decisions about chunks."""
