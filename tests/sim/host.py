@@ -361,4 +361,4 @@ class Host:
 
 
 def new_config(chunk_tokens: int = CHUNK_TOKENS, **settings: Any) -> Config:
-    return Config(url="ipc:///simulated", chunk_size=chunk_tokens, **settings)
+    return Config(url="ipc:///simulated", chunk_size=chunk_tokens, arena_name=ARENA, **settings)
