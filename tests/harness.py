@@ -157,10 +157,12 @@ class Harness:
     # -- events
 
     def deliver(self, identity: bytes, frame: bytes) -> None:
-        """Deliver a message to the core. A lookup that is delivered again while it waits is one request."""
+        """Deliver a message to the core. A lookup or copy that is delivered again while it waits is one request."""
         client, number = self.depot.client(identity), wire.number_of(frame)
         lookups = () if client is None else client.pending.values()
-        self.unanswered[identity, number] += all(each.number != number for each in lookups)
+        copies = () if client is None else client.operations.values()
+        waiting = [*(each.number for each in lookups), *(each.number for each in copies if each.placement is None)]
+        self.unanswered[identity, number] += number not in waiting
         self.act(self.connections.receive([identity, frame], self.users.get(identity, ""), self.now))
 
     def finished(self, token: Any, outcome: Any) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kvdepot.core.depot import Depot
-from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable
+from kvdepot.core.index.chunk import Chunk, Namespace, Shard, State, is_evictable
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.matching import for_lookup
 from kvdepot.core.index.recovery import InUse
@@ -52,6 +52,10 @@ class Checks:
     _removing: list[Forgot]
     _in_use: list[InUse]
     doing: Any
+    asker: bytes
+    boot: bytes
+    asked_shards: int
+    serving: bool
     _well_since: float
     _since_validated: int
 
@@ -85,6 +89,7 @@ class Checks:
         self.index.validate()
         self.heard.check(self.index.namespaces.all())
         self.check_budget()
+        self.check_conserved()
         self._waits.check()
         assert (self.index.allocator.capacity - self.index.allocator.free_bytes) % PAGE == 0
         tiering = self.depot.tiering
@@ -118,6 +123,27 @@ class Checks:
         data = b"".join(self.bytes[start : start + size].tobytes() for start, size in chunk.shards[rank].extents)
         image = chunk_image(model, rank, seeds)
         assert data[: len(image)] == image, f"{when}: wrong bytes under {chunk.key.hex()[:8]} of rank {rank}"
+
+    def check_carried(self, shard: Shard) -> None:
+        """A store is sealed only if its worker has copied all its bytes while its engine held the blocks."""
+        doing = self.doing
+        if not self.serving or isinstance(doing, Load):
+            return
+        assert isinstance(doing, wire.Complete) and doing.copied, f"sealed by {doing!r:.60}"
+        carried = self.host.carried.get((self.boot, self.asker, doing.operation), ())
+        assert shard.extents in carried, "a shard is sealed that its worker has not copied"
+
+    def check_conserved(self) -> None:
+        """Each shard that stores have asked for is counted once, under what became of it, or its operation goes on."""
+        counters = self.depot.counters
+        fates = "stored", "known", "dropped", "capped", "mismatched", "failed"
+        ended = {fate: counters[f"{fate}_chunks"] for fate in fates}
+        operations = [each for client in self.depot.clients for each in client.operations.values()]
+        under_way = sum(len(each.chunks) for each in operations if isinstance(each.request, wire.Store))
+        assert self.asked_shards == sum(ended.values()) + under_way, (
+            f"stores of {self.asked_shards} shards were asked for; {under_way} are under way, and {ended}"
+        )
+        assert self.depot.operations == len(operations)
 
     def check_sealed(self) -> int:
         """Every sealed shard contains what its key says; how many there are."""

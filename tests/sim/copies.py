@@ -112,6 +112,7 @@ class Blocks(HostBlocks):
         self._client = client
         self._host = client.host
         self.copying: bool | None = None  # whether it stores; None: it copies nothing
+        self.moved: list[Extents] = []  # what the last call has copied whole, while the engine held its blocks
 
     def move(self, arena: ArenaBytes, pieces: Sequence[CopyPiece], is_store: bool) -> None:
         if not isinstance(arena, View):
@@ -119,6 +120,7 @@ class Blocks(HostBlocks):
             return
         world, is_slow = self._host.world, self._host.world.chance(0.1)
         self.copying = is_store
+        self.moved = []
         try:
             for piece in pieces:
                 if world.chance(self._host.copy_failures):
@@ -128,6 +130,7 @@ class Blocks(HostBlocks):
                     act, self._host.at_copy = self._host.at_copy, None
                     world.after(0, act, self._client.name)
                 self._move_in_halves(arena, piece, is_store, is_slow)
+                self.moved.append(piece.extents)
         finally:
             self.copying = None
 
@@ -223,8 +226,11 @@ class SimLane(Lane):
         self._process.poke()
 
     def _copy(self, operation: Any) -> None:
-        done = operation.copied
+        done, blocks, placement = operation.copied, operation.blocks, operation.placement
         super()._copy(operation)
+        if isinstance(operation.request, wire.Store):
+            name = placement.boot, self._sim.link.identity, placement.operation
+            self._sim.host.carried.setdefault(name, []).extend(blocks.moved)
         if isinstance(operation.request, wire.Compare):
             self._sim.host.world.counters["compared"] += 1
             flips = self._sim.host.files[operation.placement.arena].flips if self._sim.host.files else set()

@@ -16,6 +16,7 @@ from kvdepot.client.servers import Introduction
 from kvdepot.config import Config
 from kvdepot.core.index.chunk import Namespace
 from kvdepot.errors import ArenaError, Unavailable
+from kvdepot.memory.allocator import Extents
 from kvdepot.memory.records import SLOT_BYTES
 from kvdepot.memory.shm import SHM
 from kvdepot.protocol import wire
@@ -41,6 +42,7 @@ class LivenessFile:
         self.name = name
         self.secret = blake3(name.encode()).digest(16)
         self.locked = True
+        self.left = False  # it was closed
 
 
 class ClientLiveness:
@@ -52,7 +54,7 @@ class ClientLiveness:
         self.name = page.name
 
     def close(self) -> None:
-        self.page.locked = False
+        self.page.locked, self.page.left = False, True
         self._host.liveness_files.pop(self.name, None)
 
 
@@ -282,6 +284,8 @@ class Host:
     """Tokens at which requests have ended, by the key of the chunk before."""
     stores: list[Store] = field(default_factory=list)
     forgettings: Forgettings = field(default_factory=Forgettings)
+    carried: dict[tuple[bytes, bytes, int], list[Extents]] = field(default_factory=dict)
+    """What workers have copied whole: by a server's boot, client and operation."""
     server: Server | None = None
     down_since: float = 0.0
     # Faults that last for a while.
@@ -357,4 +361,4 @@ class Host:
 
 
 def new_config(chunk_tokens: int = CHUNK_TOKENS, **settings: Any) -> Config:
-    return Config(url="ipc:///simulated", chunk_size=chunk_tokens, **settings)
+    return Config(url="ipc:///simulated", chunk_size=chunk_tokens, arena_name=ARENA, **settings)

@@ -16,7 +16,7 @@ from kvdepot.core.actions import Action, Prepare, Reply, Stop
 from kvdepot.core.clients import PendingLookup
 from kvdepot.core.index.recovery import InUse, restore
 from kvdepot.core.tiering.forgetting import DroppedErase
-from kvdepot.errors import KVDepotError
+from kvdepot.errors import KVDepotError, UnknownRequest
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import Allocator, Extents
 from kvdepot.memory.records import Records, ShardRecord
@@ -55,6 +55,8 @@ class Server(Checks, Harness):
         self.closing = False  # its loop has ended; threads may still be at work
         self.serving = False
         self.doing: Any = None  # the request or tier task that is being decided
+        self.asker = b""  # who asked for it
+        self.asked_shards = 0  # in all stores that were begun
         self.bytes = file.bytes
         file.owner = self  # the lock first, then the header: a client may look in between
         self.world.after(0.001 * self.world.random.random(), self._begin)
@@ -88,6 +90,9 @@ class Server(Checks, Harness):
         self.depot.leases._end = partial(self._lease_ended, self.depot.leases._end)  # type: ignore[method-assign]
         self.roomless: set[tuple[bytes, bytes]] = set()  # lookups that waited for room, or got less for want of it
         self.depot.sessions._wait_for_room = partial(self._found_no_room, self.depot.sessions._wait_for_room)  # type: ignore[method-assign]
+        self.depot.transfers.store = partial(self._store_begins, self.depot.transfers.store)  # type: ignore[method-assign]
+        self._completed: set[tuple[bytes, int]] = set()  # operations, by client
+        self._said: Any = None  # the last answer
         self._behind = Behind(self)
         self._waits = Waits(self)
         self.met: set[str] = set()  # clients that have said hello
@@ -333,7 +338,7 @@ class Server(Checks, Harness):
         assert sealed or greets or client is None or client.seal is None, "this client has stopped sealing"
         self.world.counters["sealed"] += sealed and client is not None
         self.world.note(f"{link.name} > {_short(number, request)}")
-        self.doing = request
+        self.doing, self.asker = request, identity
         if isinstance(request, wire.Prove):
             self.world.counters["proved_to_a_successor"] += identity not in self.connections._challenges
         if greets or client is None or is_odd:
@@ -354,10 +359,12 @@ class Server(Checks, Harness):
                 self._behind.begin(asked, request, groups)
         elif isinstance(request, wire.Store):
             self._behind.note_store()
+            self.world.counters["copy_asked_again"] += self._is_under_way(identity, number)
         elif isinstance(request, wire.Retrieve):
             keys = {part.hashes[i : i + 32] for part in request.shards for i in range(0, len(part.hashes), 32)}
             self.world.counters["late_load_used"] += not keys.isdisjoint(self._late_keys)
             self._retrieves[asked] = self._meant(identity, request)
+            self.world.counters["copy_asked_again"] += self._is_under_way(identity, number)
         elif isinstance(request, wire.Forget):
             forgot = self._forgetting[asked] = self.host.forgettings.begin(request.model, request.salt)
             self._removing.append(forgot)
@@ -367,6 +374,9 @@ class Server(Checks, Harness):
                         self.condemned[chunk.key] = self.world.now
             for kind in {kind_of(running.tier_task) for each in self.tier_workers for running in each.running}:
                 self.world.counters[f"forgotten_during_tier_{kind.lower()}"] += 1
+        elif isinstance(request, wire.Complete):
+            self._complete(identity, number, request, frame)
+            return
         if self.depot.removals:
             self.world.counters[f"{type(request).__name__.lower()}_while_removing"] += 1
         Harness.deliver(self, identity, frame)
@@ -377,6 +387,35 @@ class Server(Checks, Harness):
                 del named[name]
         at_once &= asked not in self.roomless
         assert not at_once or asked not in self._lookups, "a lookup that memory can answer waits for tiers"
+
+    def _complete(self, identity: bytes, number: bytes, request: wire.Complete, frame: bytes) -> None:
+        """One that arrives twice, or at a successor, changes nothing."""
+        asked, counters = (identity, request.operation), self.world.counters
+        is_twice, is_late = asked in self._completed, request.boot != self.boot
+        before = self._carried_counts()
+        Harness.deliver(self, identity, frame)
+        self.host.carried.pop((request.boot, *asked), None)
+        counters["completed_twice"] += is_twice
+        counters["completed_at_a_successor"] += is_late
+        if is_twice or is_late:
+            assert isinstance(self._said, UnknownRequest), f"{self._said!r} to what has ended"
+            assert self._carried_counts() == before
+        else:
+            self._completed.add(asked)
+
+    def _is_under_way(self, identity: bytes, number: bytes) -> bool:
+        client = self.depot.client(identity)
+        return client is not None and int.from_bytes(number, "little") in client.operations
+
+    def _carried_counts(self) -> list[int]:
+        counted = [self.depot.counters[f"{name}_chunks"] for name in ("stored", "failed", "retrieved", "corrupt")]
+        return [*counted, self.index.held, self.index.reserved, self.depot.operations]
+
+    def _store_begins(self, store: Callable[..., Any], client: Any, number: bytes, asked: wire.Store, wall: int) -> Any:
+        is_repeated = self._is_under_way(client.identity, number)
+        actions = store(client, number, asked, wall)
+        self.asked_shards += 0 if is_repeated else sum(len(part.hashes) // 32 for part in asked.shards)
+        return actions
 
     def _found_no_room(self, wait: Callable[..., Any], pending: PendingLookup, *rest: Any) -> Any:
         asked = pending.asker.identity, pending.number
@@ -417,7 +456,7 @@ class Server(Checks, Harness):
             self._check()
 
     def replied(self, reply: Reply, frame: bytes) -> None:
-        value = reply.value
+        value = self._said = reply.value
         self._hear_answer((reply.client, reply.number), value)
         link = self._links[reply.client]
         said = "a status" if isinstance(value, Status) else f"{value!r:.60}"  # which has our pid

@@ -74,7 +74,7 @@ class LivenessView:
         return self.liveness.locked
 
     def has_left(self) -> bool:
-        return False
+        return self.liveness.left
 
     def close(self, remove: bool) -> None:
         if remove:
@@ -90,6 +90,7 @@ class SealedIndex(Index):
         for start, size in chunk.shards[rank].extents:
             self.server.file.flips.difference_update(range(start, start + size))
         self.server.check_bytes(chunk, rank, "sealed")
+        self.server.check_carried(chunk.shards[rank])
         loads = isinstance(self.server.doing, Load)
         self.server.host.forgettings.arrived(chunk, rank, loads)
         super().seal(chunk, rank, checksum, born)
