@@ -106,7 +106,7 @@ def test_every_module_and_folder_has_its_floor_and_few_stand_outside() -> None:
 @pytest.mark.parametrize(
     ("module", "line", "fault"),
     [
-        ("memory/copier.py", "from kvdepot.core import depot", "memory.copier imports core.depot"),
+        ("memory/allocator.py", "from kvdepot.core import depot", "memory.allocator imports core.depot"),
         ("core/depot.py", "from kvdepot.client.socket import Client", "core.depot imports client.socket"),
         ("client/socket.py", "    from kvdepot.core.usage import Usages", "client.socket imports core.usage"),
         ("protocol/layout.py", "from kvdepot.protocol import wire", "a circle"),
