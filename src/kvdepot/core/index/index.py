@@ -288,34 +288,29 @@ class Index:
         self.release((chunk,))
 
     def discard(self, chunk: Chunk, rank: int) -> None:
-        """Remove a reserved shard that did not arrive, and release its hold; with the last shard, remove the chunk, and
-        end all holds on it. Chunks behind it keep a parent that is never chained, so no chain has them."""
+        """Remove a reserved shard that did not arrive, to which nobody writes any more; see `abandon`."""
         self.give_back(self.abandon(chunk, rank))
 
     def abandon(self, chunk: Chunk, rank: int) -> Shard:
-        """Do what `discard` does for a shard to whose extents somebody may yet write: nobody else gets them before the
-        caller gives the shard, which is returned, back."""
+        """Remove a reserved shard that did not arrive, and release its hold; with the last shard, remove the chunk, and
+        end all holds on it. Chunks behind it keep a parent that is never chained, so no chain has them. Nobody else
+        gets the extents before the caller gives the shard, which is returned, back."""
         assert chunk.shards[rank].is_open, chunk.shards[rank].state
         self.events.append(Failed(chunk))
         shard = self._take_out(chunk, rank)
         self.accounts.lend(shard, chunk.namespace.tenant, chunk.salt)
-        self._end_hold(chunk)
-        return shard
-
-    def _end_hold(self, chunk: Chunk) -> None:
-        """Release the hold of a shard that is removed, and remove a chunk without shards."""
         if chunk.shards:
             self.release((chunk,))
-            return
+            return shard
         self.held -= chunk.holds
         chunk.holds = 0
         leased = chunk.parent if chunk.leases else None
         while leased is not None:  # a lease of a chunk behind the gap keeps none of those before it
             leased.leases -= chunk.leases
             leased = leased.parent if leased.position else None
-        before = self._unlink(chunk, _FAILED, 0)
-        if before is not None:
+        if (before := self._unlink(chunk, _FAILED, 0)) is not None:
             self.remove(before, _DROPPED)
+        return shard
 
     def _take_out(self, chunk: Chunk, rank: int) -> Shard:
         """Take a reserved shard out of its chunk; its extents stay allocated."""
