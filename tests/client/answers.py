@@ -19,7 +19,7 @@ class Answering:
         self.wants_tokens = False
         self.lookup_s = 0.0
         self.hint_limits = (3600, 50)
-        self.arena = "", b""
+        self.arena, self.arena_dir = ("", b""), ""
         self.is_closed = False
         self.asked: list[wire.Request] = []
         self._open: list[Callable[[object], None]] = []

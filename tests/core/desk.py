@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from kvdepot.config import Config
-from kvdepot.core.actions import Prepare, Reply
+from kvdepot.core.actions import Prepare, Prepared, Reply
 from kvdepot.core.admission import stored_salts
 from kvdepot.core.index.index import Index
 from kvdepot.core.transfers import LINGER_S
@@ -90,7 +90,7 @@ class Desk(Harness):
     def prepare(self, task: Prepare, is_allocated: bool = True) -> None:
         """Let the allocation of memory end."""
         self.prepares = [other for other in self.prepares if other is not task]
-        self.finished(task.token, is_allocated)
+        self.finished(task.token, Prepared(is_allocated))
 
     def replied(self, reply: Reply, frame: bytes) -> None:
         asked = reply.client, reply.number

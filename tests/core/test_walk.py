@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import kvdepot
-from kvdepot.core.actions import Prepare, Reply
+from kvdepot.core.actions import Prepare, Prepared, Reply
 from kvdepot.core.index import index
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
@@ -72,7 +72,7 @@ def walk(desk: Desk, request: Request) -> tuple[Walk, Walk]:
         (action,) = desk.connections.receive(frames, "", desk.now)
     if isinstance(action, Prepare):
         with ended.watching():
-            (action,) = desk.depot.finished(action.token, True, desk.now)
+            (action,) = desk.depot.finished(action.token, Prepared(True), desk.now)
         assert isinstance(action, Reply) and isinstance(action.value, wire.Placement)
         placed = action.value
         frames = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from kvdepot.devices.blocks import ArenaBytes, BlockMemory, CopyPiece
+from kvdepot.devices.blocks import CopyPiece
 from kvdepot.devices.comparison import compare
+from kvdepot.devices.host import HostBlocks
 from kvdepot.errors import LayoutError
 from kvdepot.memory.allocator import PAGE
 from kvdepot.memory.extents import Bytes
@@ -28,32 +29,6 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, tor
 @dataclass
 class Arena:
     bytes: Bytes
-
-
-class IndexedBlocks(BlockMemory):
-    """Blocks of one mapping that are copied one by one, as the layout says."""
-
-    task_bytes = 1 << 20
-
-    def __init__(self, layout: Layout, memory: Bytes) -> None:
-        self.layout, self.device, self._memory = layout, None, memory
-
-    def move(self, arena: ArenaBytes, pieces: Sequence[CopyPiece], is_store: bool) -> None:
-        assert is_store, "a comparison writes no block"
-        for piece in pieces:
-            starts = [
-                (each.offset + i * each.stride, each.size) for each in self.layout.segments for i in piece.block_ids
-            ]
-            moved = np.concatenate([self._memory[start : start + size] for start, size in starts])
-            for start, size in piece.extents:
-                part, moved = moved[:size], moved[size:]
-                arena.bytes[start : start + len(part)] = part
-
-    def load_in_step(self, arena: ArenaBytes, pieces: Sequence[CopyPiece]) -> None:
-        raise AssertionError("a comparison loads nothing")
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 class Worker:
@@ -74,7 +49,7 @@ class Worker:
             )
             for i, layer in enumerate(self.layers)
         ]  # fmt: skip
-        self.blocks = IndexedBlocks(build_layout(described, [0] * LAYERS), bytes_)
+        self.blocks = HostBlocks(build_layout(described, [0] * LAYERS), {"memory": bytes_})
         self.ids = np.array([5, 0, 3, 6], np.intp)
 
     def values(self, layer: int) -> torch.Tensor:

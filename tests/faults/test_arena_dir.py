@@ -80,9 +80,7 @@ class Pod:
 
 
 @pytest.mark.parametrize("shm", ["size=64m", "ro"])
-def test_server_and_client_work_whatever_dev_shm_is_and_wherever_they_mount_the_folder(
-    shm: str, tmp_path: Path
-) -> None:
+def test_server_and_client_work_whatever_dev_shm_is_and_wherever_the_folder_is(shm: str, tmp_path: Path) -> None:
     with contextlib.closing(Pod(tmp_path, shm)) as pod:
         server = pod.serve("--arena-dir", str(pod.server), "--arena-gib", "128MiB")
         try:

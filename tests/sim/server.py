@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvdepot.core.actions import Action, Prepare, Reply, Stop
+from kvdepot.core.actions import Action, Prepare, Prepared, Reply, Stop
 from kvdepot.core.clients import PendingLookup
 from kvdepot.core.index.recovery import InUse, restore
 from kvdepot.core.tiering.forgetting import DroppedErase
@@ -531,7 +531,7 @@ class Server(Checks, Harness):
         usable = [tier for tier in self.depot.tiering._tiers if tier.breaker.usable]
         before = sum(tier.counters["dropped_chunks"] for tier in usable)
         is_allocated = all(self.ensure(*extent) for extents in task.extents for extent in extents)
-        self.finished(task.token, is_allocated)
+        self.finished(task.token, Prepared(is_allocated))
         self.world.counters["queue_full"] += sum(tier.counters["dropped_chunks"] for tier in usable) > before
         self._check()
 

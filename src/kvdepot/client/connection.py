@@ -284,7 +284,8 @@ class Connection:
         now = self._clock()
         self._lost_at = now if self._lost_at is None else self._lost_at
         is_returning = self.has_met and now < self._lost_at + GRACE_S
-        self.requests.lose(error, is_returning, self.incarnation if self._is_running() else b"")
+        running = self.incarnation if self._is_running() else b""
+        self.requests.lose(error, lambda item: item.is_held_by(running) or (is_returning and item.may_move()))
 
     def lose_for_good(self, error: KVDepotError) -> None:
         """There will be no other connection: as `lose`, but nothing waits for the server's return."""
@@ -311,8 +312,10 @@ class Connection:
         if self.phase is Phase.SERVING:
             self._until = self._clock() + _GONE_CHECK_S
         if self._own is not None and self._own[0] == number:
-            self._take_own(self._own[1], value, incarnation, opened is not None or not self._handshake.is_sealed)
-            return
+            is_trusted = opened is not None or not self._handshake.is_sealed
+            if is_trusted or isinstance(self._own[1], wire.Hello) or isinstance(value, KVDepotError):
+                self._take_own(self._own[1], value, incarnation)
+            return  # else without the seal that it should have; the sender of an error may not have the key yet
         pending = self.requests.pending.get(number)
         if pending is None:
             return  # the answer came after its deadline
@@ -331,14 +334,12 @@ class Connection:
             self.requests.settle(pending.request, value)
         self.requests.end(number, value)
 
-    def _take_own(self, request: wire.Request, value: object, incarnation: bytes, is_sealed: bool) -> None:
-        """Handle the answer to our hello or proof. is_sealed: with the seal that it should have; the sender of an error
-        may not have the key yet."""
+    def _take_own(self, request: wire.Request, value: object, incarnation: bytes) -> None:
+        """Handle the answer to our hello or proof."""
+        self._own = None
         if isinstance(request, wire.Hello):
-            self._own = None
             self._take_proof(value, incarnation)
-        elif is_sealed or isinstance(value, KVDepotError):
-            self._own = None
+        else:
             self._take_welcome(value, incarnation)
 
     def _repeat(self, number: int, pending: PendingRequest, value: KVDepotError) -> bool:

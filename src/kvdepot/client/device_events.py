@@ -6,18 +6,11 @@ driver until an event happens, one at a time, without a deadline or an end when 
 
 from __future__ import annotations
 
-from typing import Protocol
-
+from kvdepot.devices.blocks import DeviceEvent
 from kvdepot.errors import BadRequest, KVDepotError
 
 EVENT_S = 60.0
 """A copy fails if its event has not happened after this long."""
-
-
-class DeviceEvent(Protocol):
-    """An event that a copy may wait for: CUDA's, or any object whose `query` says whether it has happened."""
-
-    def query(self) -> bool: ...
 
 
 def happened(event: DeviceEvent | None) -> bool:

@@ -40,9 +40,9 @@ import numpy as np
 
 from kvdepot.client.connection import CHECK_S
 from kvdepot.client.copies import BUSY_S, COMPLETE_TRIES, Arenas, check_places, give_back, read_placement, sums
-from kvdepot.client.device_events import EVENT_S, DeviceEvent, happened
+from kvdepot.client.device_events import EVENT_S, happened
 from kvdepot.client.socket import Client, MessagingFuture
-from kvdepot.devices.blocks import BlockMemory, CopyPiece
+from kvdepot.devices.blocks import BlockMemory, CopyPiece, DeviceEvent
 from kvdepot.devices.comparison import compare
 from kvdepot.errors import (
     BadRequest,

@@ -26,11 +26,11 @@ from kvdepot.client.contract import (
     striding_block_hashes,
     wrap_kv_caches,
 )
-from kvdepot.client.device_events import DeviceEvent
 from kvdepot.client.scheduler import Cached, LookupOutcome, Pending, SchedulerClient, SubmittedLookup, Unanswered
 from kvdepot.client.socket import CONNECT_S, Client, MessagingFuture
 from kvdepot.client.transfer import ShardSpec, Transfer, pack_block_ids
 from kvdepot.client.worker import Submitted, WorkerClient
+from kvdepot.devices.blocks import DeviceEvent
 from kvdepot.errors import BadRequest, KVDepotError, LayoutError
 from kvdepot.protocol.keys import HASH_BYTES, engine_hash
 from kvdepot.protocol.layout import build_layout, find_block_axes

@@ -53,12 +53,13 @@ class PendingRequest:
     """Not a lookup whose session has ended, as nothing would release its pins, or that was hurried, as it would end the
     pins of the later one; and no registration or withdrawal that a later one replaces."""
 
-    def waits(self, is_returning: bool, running: bytes) -> bool:
-        """Whether it waits while no server can be asked. is_returning: a server was lost less than GRACE_S ago.
-        running: the run of the server that welcomed us last; empty if that is gone."""
-        if running and running == self.server and isinstance(self.request, LASTING):
-            return True
-        return is_returning and (not self.server or self._is_repeated())
+    def is_held_by(self, running: bytes) -> bool:
+        """Whether the server of this run, which is alive (empty: none is), must get or answer it."""
+        return bool(running) and running == self.server and isinstance(self.request, LASTING)
+
+    def may_move(self) -> bool:
+        """Whether another server may be asked in place of the one that is lost."""
+        return not self.server or self._is_repeated()
 
     def repeats_at(self, server: bytes) -> bool:
         """Whether it is sent again to the server that has welcomed us."""
@@ -76,7 +77,7 @@ class Requests:
         self.pending: dict[int, PendingRequest] = {}
         self.parked: set[int] = set()
         self.registrations: dict[int, wire.Register] = {}
-        """By instance: what every server is to have."""
+        """Registrations that every server is to have, by instance."""
 
     def add(self, number: int, item: PendingRequest) -> None:
         """Park a request until it can be sent."""
@@ -118,8 +119,8 @@ class Requests:
         return [each for each in self.registrations.values() if id(each) not in asked]
 
     def to_send(self) -> list[tuple[int, PendingRequest]]:
-        """What is parked, in the order in which it was asked: an EndSession must not pass the lookup before it. But
-        registrations come first."""
+        """Requests that are parked, in the order in which they were asked: an EndSession must not pass the lookup
+        before it. But registrations come first."""
         parked = [(number, self.pending[number]) for number in sorted(self.parked & self.pending.keys())]
         return sorted(parked, key=lambda each: not isinstance(each[1].request, wire.Register))
 
@@ -149,11 +150,10 @@ class Requests:
         for number in list(self.pending):
             self.end(number, error)
 
-    def lose(self, error: KVDepotError, is_returning: bool, running: bytes) -> None:
-        """No server can be asked: park the requests that wait, and fail the others. Arguments: see
-        `PendingRequest.waits`."""
+    def lose(self, error: KVDepotError, waits: Callable[[PendingRequest], bool]) -> None:
+        """No server can be asked: park the requests that can wait for one, and fail the others."""
         for number, item in list(self.pending.items()):
-            if not item.waits(is_returning, running):
+            if not waits(item):
                 self.end(number, error)
             elif number in self.pending:  # the end of another has not ended it
                 self.parked.add(number)

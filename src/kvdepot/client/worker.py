@@ -20,11 +20,11 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from kvdepot.client.device_events import DeviceEvent, happened
+from kvdepot.client.device_events import happened
 from kvdepot.client.lane import BlockIds, Copying, Lane, LaneFuture
 from kvdepot.client.socket import Client, check_type
 from kvdepot.client.transfer import Operation, Origin, ShardSpec, Transfer
-from kvdepot.devices.blocks import BlockMemory
+from kvdepot.devices.blocks import BlockMemory, DeviceEvent
 from kvdepot.errors import KVDepotError, ProtocolError
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout

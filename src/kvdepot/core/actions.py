@@ -7,7 +7,7 @@ submits the other actions to tier threads (tiers/worker.py); in tests, `tests/ha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from kvdepot.memory.allocator import Extents
 from kvdepot.protocol.wire import Describe
@@ -26,11 +26,17 @@ class Reply:
 
 @dataclass(slots=True)
 class Prepare:
-    """Have the arena's memory allocated before a client is told to write there. `token` is reported with the outcome:
-    whether it is."""
+    """Have the arena's memory allocated before a client is told to write there. `token` is reported with the
+    outcome."""
 
     token: Any
     extents: list[Extents]
+
+
+class Prepared(NamedTuple):
+    """The outcome of a Prepare. is_allocated: all its extents have memory."""
+
+    is_allocated: bool
 
 
 @dataclass(slots=True)

@@ -174,8 +174,12 @@ def check_shards(part: wire.Shards) -> None:
     check_salt(part.salt)
 
 
-def check_completion(request: wire.Complete, placement: wire.Placement, is_comparison: bool) -> None:
-    """Raise BadRequest unless a client says of each place what it has been asked for."""
+def check_completion(request: wire.Complete, placement: wire.Placement, asked: wire.Request) -> None:
+    """Raise BadRequest unless a client says of each place what it has been asked for.
+
+    asked: the request that the placement answers.
+    """
+    is_comparison = isinstance(asked, wire.Compare)
     summed, differences = [place.is_summed for place in placement.places], request.differences
     if len(request.sums) != len(summed) or len(differences) != len(summed) * is_comparison:
         raise BadRequest(f"{len(request.sums)} checksums, {len(differences)} differences for {len(summed)} chunks")

@@ -98,7 +98,7 @@ class PendingLookup:
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """What one worker has registered of its tensors of one KV cache group.
+    """One worker's registration of its tensors of one KV cache group.
 
     group, groups, chunk_tokens, topic, writer, fault: as registered; see wire.Register.
     """
@@ -116,7 +116,7 @@ class Instance:
 
 
 @dataclass(slots=True, eq=False)
-class Operation:
+class CopyOperation:
     """One store, retrieve or comparison, from its request until its client has completed it."""
 
     client: Client
@@ -152,7 +152,7 @@ class Client:
     sessions: dict[str, Session] = field(default_factory=dict)
     pending: dict[str, PendingLookup] = field(default_factory=dict)  # lookups that wait, by request
     instances: dict[int, Instance] = field(default_factory=dict)
-    operations: dict[int, Operation] = field(default_factory=dict)  # in progress, by the number of their request
+    operations: dict[int, CopyOperation] = field(default_factory=dict)  # in progress, by the number of their request
     queued_chunks: int = 0  # of these operations
     dead: bool = False
 

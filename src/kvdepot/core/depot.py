@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 
 from kvdepot.config import Config
-from kvdepot.core.actions import Action, Reply, Stop
+from kvdepot.core.actions import Action, Prepared, Reply, Stop
 from kvdepot.core.admission import check_description, check_facts, check_names, check_report, check_salt, chunks_named
-from kvdepot.core.clients import Client, Liveness, Operation
+from kvdepot.core.clients import Client, CopyOperation, Liveness
 from kvdepot.core.engines import Engines, fill_engines
 from kvdepot.core.forgetting import STEP_CHUNKS, Removals
 from kvdepot.core.index.chunk import Namespace
@@ -230,12 +230,15 @@ class Depot:
                 raise InternalError("core/connections.py answers Hello and Prove")
         return [Reply(client.identity, number, value)]
 
-    def finished(self, token: TierTask | Operation, outcome: TierOutcome | bool, now: float = 0.0) -> list[Action]:
+    def finished(
+        self, token: TierTask | CopyOperation, outcome: TierOutcome | Prepared, now: float = 0.0
+    ) -> list[Action]:
         """Handle the outcome of a tier task (see worker.TierWorker) or of a Prepare."""
         self.now = now
-        if isinstance(token, Operation):
-            return self._publish(self.transfers.prepared(token, outcome is True, self.wall))
-        assert not isinstance(outcome, bool)
+        if isinstance(token, CopyOperation):
+            assert isinstance(outcome, Prepared)
+            return self._publish(self.transfers.prepared(token, outcome, self.wall))
+        assert not isinstance(outcome, Prepared)
         actions = [*self._go_on(self.tiering.finished(token, outcome, now)), *self.tiering.saves.make_room(None)]
         return self._publish(actions)
 

@@ -1,4 +1,4 @@
-"""What workers have registered of their KV tensors: formats, models and KV cache groups. Decisions only.
+"""Workers' registrations of their KV tensors: formats, models and KV cache groups. Decisions only.
 
 Called by core/depot.py and core/transfers.py on the deciding thread. Invariant: a namespace counts the registrations
 that use it, each once.

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from kvdepot.config import Config
-from kvdepot.core.actions import Action, Prepare, Reply
+from kvdepot.core.actions import Action, Prepare, Prepared, Reply
 from kvdepot.core.admission import check_completion, check_shards, summed_below
-from kvdepot.core.clients import Client, Instance, Operation
+from kvdepot.core.clients import Client, CopyOperation, Instance
 from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Chunk, Namespace, Shard, is_forgotten
 from kvdepot.core.index.index import Index
@@ -107,12 +107,12 @@ class Transfers:
         self._start(operation)
         return [Prepare(operation, [chunk.shards[rank].extents for chunk, rank in operation.chunks])]
 
-    def prepared(self, operation: Operation, is_allocated: bool, wall: int) -> list[Action]:
+    def prepared(self, operation: CopyOperation, outcome: Prepared, wall: int) -> list[Action]:
         """Place a store whose memory is allocated; without memory, nothing is stored. wall: seconds since 1970."""
         client, number = operation.client, operation.number
         if client.operations.get(_id(number)) is not operation:
             return []  # it has ended with its client
-        if is_allocated:
+        if outcome.is_allocated:
             return self._place(operation)
         return [Reply(client.identity, number, self._end_store(operation, (), wall))]
 
@@ -176,7 +176,7 @@ class Transfers:
 
     def _begin(
         self, client: Client, number: bytes, request: wire.Store | wire.Retrieve | wire.Compare
-    ) -> Operation | None:
+    ) -> CopyOperation | None:
         """A new operation, which has nothing yet; None if the client repeats one that is in progress."""
         if _id(number) in client.operations:
             return None
@@ -193,20 +193,20 @@ class Transfers:
             )
         for part in request.shards:
             check_shards(part)
-        return Operation(client, number, instance, request)
+        return CopyOperation(client, number, instance, request)
 
     def _namespace(self, instance: Instance, part: wire.Shards) -> Namespace:
         """The namespace of a checked part's chunks. Raises Busy or BadRequest."""
         known = instance.namespaces.get((part.model, part.world_size, part.rank, part.blocks))
         return known or self._registrations.namespace(instance, part.model, part.world_size, part.rank, part.blocks)
 
-    def _start(self, operation: Operation) -> None:
+    def _start(self, operation: CopyOperation) -> None:
         client = operation.client
         client.operations[_id(operation.number)] = operation
         client.queued_chunks += len(operation.chunks)
         self.operations += 1
 
-    def _place(self, operation: Operation) -> list[Action]:
+    def _place(self, operation: CopyOperation) -> list[Action]:
         """Tell a client where the bytes are, or belong."""
         places = [
             wire.Place(chunk.shards[rank].extents, is_summed)
@@ -235,7 +235,7 @@ class Transfers:
         if not request.copied:
             return [Reply(client.identity, number, self._end(operation, None, wall))]
         try:
-            check_completion(request, placement, isinstance(operation.request, wire.Compare))
+            check_completion(request, placement, operation.request)
         except BadRequest:
             self._end(operation, None, wall)
             raise
@@ -247,8 +247,8 @@ class Transfers:
         lent: list[Shard] = []
         for operation in list(client.operations.values()):
             if isinstance(operation.request, wire.Store) and operation.placement is not None and not has_left:
-                lent += [chunk.shards[rank] for chunk, rank in operation.chunks]
-                self._end_store(operation, (), wall, is_written=True)
+                lent += [self._index.abandon(chunk, rank) for chunk, rank in operation.chunks]
+                self._settle_store(operation, [])
             else:
                 self._end(operation, None, wall)
         if lent:
@@ -264,7 +264,7 @@ class Transfers:
             for shard in self._lingering.popleft()[1]:
                 self._index.give_back(shard)
 
-    def _end(self, operation: Operation, completed: wire.Complete | None, wall: int) -> object:
+    def _end(self, operation: CopyOperation, completed: wire.Complete | None, wall: int) -> object:
         """The answer. completed: what the client says of all places; None if it has not copied."""
         sums: Sequence[int] = completed.sums if completed is not None else ()
         match operation.request:
@@ -276,21 +276,19 @@ class Transfers:
                 differences = completed.differences if completed is not None else ()
                 return self._end_comparison(operation, operation.request, sums, differences)
 
-    def _remove(self, operation: Operation) -> None:
+    def _remove(self, operation: CopyOperation) -> None:
         client = operation.client
         del client.operations[_id(operation.number)]
         client.queued_chunks -= len(operation.chunks)
         self.operations -= 1
 
-    def _end_store(self, operation: Operation, sums: Sequence[int], wall: int, is_written: bool = False) -> bool:
-        """Seal what has arrived. is_written: as in Index.discard."""
+    def _end_store(self, operation: CopyOperation, sums: Sequence[int], wall: int) -> bool:
+        """Seal what has arrived."""
+        return self._settle_store(operation, self._index.finish(operation.chunks, dict(enumerate(sums)), wall))
+
+    def _settle_store(self, operation: CopyOperation, sealed: Sequence[tuple[Chunk, int]]) -> bool:
+        """Count a store, whose other chunks the index has let go. The answer."""
         self._remove(operation)
-        sealed: list[tuple[Chunk, int]] = []
-        if is_written:
-            for chunk, rank in operation.chunks:
-                self._index.discard(chunk, rank, is_written)
-        else:
-            sealed = self._index.finish(operation.chunks, dict(enumerate(sums)), wall)
         self._counters["stored_chunks"] += len(sealed)
         self._counters["failed_chunks"] += len(operation.chunks) - len(sealed)
         self.stored_bytes += sum(chunk.shards[rank].size for chunk, rank in sealed)
@@ -304,7 +302,7 @@ class Transfers:
         _log_end("stored %d of %d new chunks", len(sealed), operation)
         return operation.results[0]
 
-    def _end_retrieve(self, operation: Operation, request: wire.Retrieve, sums: Sequence[int]) -> list[bool]:
+    def _end_retrieve(self, operation: CopyOperation, request: wire.Retrieve, sums: Sequence[int]) -> list[bool]:
         self._remove(operation)
         results = operation.results
         for place, (chunk, rank), found in zip(operation.positions, operation.chunks, sums, strict=False):
@@ -322,7 +320,7 @@ class Transfers:
         return results
 
     def _end_comparison(
-        self, operation: Operation, request: wire.Compare, sums: Sequence[int], differences: Sequence[list[float]]
+        self, operation: CopyOperation, request: wire.Compare, sums: Sequence[int], differences: Sequence[list[float]]
     ) -> wire.Comparison:
         self._remove(operation)
         both = enumerate(zip(sums, differences, strict=True))
@@ -355,7 +353,7 @@ def _count(part: wire.Shards) -> int:
     return len(part.hashes) // HASH_BYTES
 
 
-def _parts(operation: Operation) -> Iterator[tuple[wire.Shards, int, int]]:
+def _parts(operation: CopyOperation) -> Iterator[tuple[wire.Shards, int, int]]:
     """The parts of a request, each with the position of its first chunk, and of the first behind it."""
     first = 0
     for part in operation.request.shards:
@@ -363,7 +361,7 @@ def _parts(operation: Operation) -> Iterator[tuple[wire.Shards, int, int]]:
         first += _count(part)
 
 
-def _log_end(what: str, done: int, operation: Operation) -> None:
+def _log_end(what: str, done: int, operation: CopyOperation) -> None:
     """Log how an operation ended, with its request ids, so that a request can be followed through the log."""
     if log.isEnabledFor(logging.DEBUG):
         count = len(operation.chunks) if isinstance(operation.request, wire.Store) else len(operation.results)

@@ -14,7 +14,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 
-from kvdepot.core.clients import Client, Operation
+from kvdepot.core.clients import Client, CopyOperation
 from kvdepot.core.index.chunk import Namespace, is_forgotten
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.report import SHOWN, Report
@@ -54,7 +54,7 @@ class Verification:
                 self._facts.popitem(last=False)
 
     def record(
-        self, operation: Operation, request: wire.Compare, differences: Mapping[int, list[float]]
+        self, operation: CopyOperation, request: wire.Compare, differences: Mapping[int, list[float]]
     ) -> wire.Comparison:
         """Handle a comparison that has ended, and return its answer. differences: by number in `operation.chunks`."""
         worst: dict[int, float] = {}
@@ -88,7 +88,7 @@ class Verification:
             self._accuse(mismatch, chunk.namespace)
         return wire.Comparison(len(there), found, unknown, writers)
 
-    def _describe(self, operation: Operation, writer: str) -> Mismatch:
+    def _describe(self, operation: CopyOperation, writer: str) -> Mismatch:
         """A mismatch between an operation's engine and the writer of a chunk, with the facts in which they differ."""
         tenant = operation.client.tenant
         (_, mine), (called, others) = (

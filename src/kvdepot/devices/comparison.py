@@ -59,7 +59,7 @@ _SLICE = 4 << 20
 _ALONE = 30 << 10
 """Numbers that torch converts in the calling thread: from 32,768 on, it asks the threads that an engine needs."""
 _LARGE, _SMALL = 2.0**50, 2.0**-30
-"""In float32, squares of larger numbers may be infinite, and those of tiles of a smaller mean size zero."""
+"""Squares of larger numbers may be infinite in float32, and those of tiles of a smaller mean size zero."""
 
 
 class _Type(NamedTuple):
@@ -222,7 +222,7 @@ def _parts(layout: Layout) -> Iterator[_Parts]:
 
 
 class _Tiles:
-    """What is known of the tiles of some parts, block by block."""
+    """Sizes and differences of the tiles of some parts, block by block."""
 
     def __init__(self, parts: _Parts, blocks: int) -> None:
         self._parts = parts
@@ -248,19 +248,20 @@ class _Tiles:
             here = np.s_[at:to, blocks.first : blocks.end]
             pair = blocks.rows(self._parts, at, to)
             largest = np.array([_largest(each) for each in pair])
-            in_double = float(_decode(self._parts.numbers, largest).max()) > _LARGE
+            is_large = float(_decode(self._parts.numbers, largest).max()) > _LARGE
             special = (largest >= self._kind.special).any(axis=0)
             if special.any():
                 masks = [_magnitudes(each) >= self._kind.special for each in pair]
                 self._strange[here] = (masks[0] != masks[1]).any(axis=2)
                 largest[:, special] = 0  # in the same places; the other numbers count
                 pair = np.where(masks[0], 0, pair[0]), np.where(masks[1], 0, pair[1])
-                in_double = True
+                is_large = True
             self._largest[:, at:to, blocks.first : blocks.end] = largest
             one, other = (each.reshape(*each.shape[:2], -1, self._tile)[:, :, :: self._step] for each in pair)
+            numbers = np.float64 if is_large else np.float32
             for first in range(0, tiles, some := max(1, _BATCH // self._tile)):
                 part = np.s_[:, :, first : first + some]
-                found = _sizes(self._parts.numbers, one[part], other[part], in_double)
+                found = _sizes(self._parts.numbers, one[part], other[part], numbers)
                 self._norms[here][part], self._distances[here][part] = found
 
     def numbers(self, judge: Callable[[Numbers], Numbers]) -> list[float]:
@@ -286,14 +287,14 @@ def _largest(bits: Bits) -> Bits:
     return np.maximum(_magnitudes(bits.max(axis=-1)), np.maximum(positive, 0).view(bits.dtype))
 
 
-def _sizes(name: str, stored: Bits, computed: Bits, in_double: bool) -> tuple[Numbers, Numbers]:
+def _sizes(name: str, stored: Bits, computed: Bits, numbers: type[np.floating[Any]]) -> tuple[Numbers, Numbers]:
     """The sizes of computed tiles, and of their differences from the stored ones, [segments, blocks, tiles].
 
-    in_double: float32 may be too small for their squares.
+    numbers: the type of their squares; float64 is used if float32 turns out to be too small.
     """
     first, second = _decode(name, stored), _decode(name, computed)
     sizes = _squares(second)
-    if in_double or sizes.mean(axis=-1).min() < _SMALL**2:
+    if numbers is np.float64 or sizes.mean(axis=-1).min() < _SMALL**2:
         first, second = first.astype(np.float64), second.astype(np.float64)
         sizes = _squares(second)
     return np.sqrt(sizes), np.sqrt(_squares(np.subtract(first, second, out=second)))  # in scratch, not in the arena

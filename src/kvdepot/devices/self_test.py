@@ -138,7 +138,8 @@ class _Group:
                 part, chunk = chunk[:length], chunk[length:]
                 arena[offset : offset + len(part)] = part
             self._move(scratch, True)
-            self._expect(np.array_equal(scratch.bytes, arena) and self._holds(stored), f"a store into{kind} memory")
+            if not (np.array_equal(scratch.bytes, arena) and self._holds(stored)):
+                raise self._differs(f"a store into{kind} memory")
             for what, in_step in (("a load", False), ("a load within a step", True)):
                 skip = int(len(self.ids) > 1)
                 rows = self._new_rows()
@@ -148,7 +149,8 @@ class _Group:
                     self.blocks.load_in_step(scratch, [CopyPiece(self.extents, self.ids, skip)])
                 else:
                     self._move(scratch, False, skip)
-                self._expect(np.array_equal(scratch.bytes, arena) and self._holds(rows), f"{what} from{kind} memory")
+                if not (np.array_equal(scratch.bytes, arena) and self._holds(rows)):
+                    raise self._differs(f"{what} from{kind} memory")
         finally:
             self._write(before)
 
@@ -165,9 +167,8 @@ class _Group:
             raise TimeoutError("given up")
         self.blocks.move(scratch, [CopyPiece(self.extents, self.ids, skip)] * times, is_store)
 
-    def _expect(self, is_right: bool, what: str) -> None:
-        if not is_right:
-            raise _Differs(self._number, self.blocks, f"{what} does not copy the right bytes, or changes others")
+    def _differs(self, what: str) -> _Differs:
+        return _Differs(self._number, self.blocks, f"{what} does not copy the right bytes, or changes others")
 
     def _rows(self) -> Iterator[tuple[Segment, int]]:
         """Segments and blocks in the order of a chunk's bytes."""

@@ -32,7 +32,7 @@ _MOST_TYPES = 4
 
 
 class BlockFormat(msgspec.Struct, frozen=True, array_like=True):
-    """What a server knows of a worker's blocks.
+    """The part of a worker's layout that a server knows.
 
     fingerprint: 32 bytes, equal for two workers exactly when the bytes of a chunk mean the same. block_bytes: of a
     block, over all layers of the KV cache group.
@@ -104,7 +104,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def format(self) -> BlockFormat:
-        """What a server is told of it."""
+        """The part that a server is told."""
         return BlockFormat(self.fingerprint, self.block_bytes)
 
     def check(self) -> None:

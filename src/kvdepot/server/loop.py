@@ -25,7 +25,7 @@ from typing import Any
 import zmq
 
 from kvdepot.config import Config, reported
-from kvdepot.core.actions import Action, Prepare, Reply, Stop
+from kvdepot.core.actions import Action, Prepare, Prepared, Reply, Stop
 from kvdepot.core.admission import stored_salts
 from kvdepot.core.connections import Connections
 from kvdepot.core.depot import Depot
@@ -78,7 +78,7 @@ class Server:
         self._ticks = 0
         self._in_use: list[InUse] = []  # by clients of the earlier server
         self._is_closing = False
-        self._outcomes: deque[tuple[Any, TierOutcome | bool]] = deque()
+        self._outcomes: deque[tuple[Any, TierOutcome | Prepared]] = deque()
         self._tier_workers: list[TierWorker] = []
         self._feed: Feed | None = None
         with contextlib.ExitStack() as closing:  # closed in reverse order
@@ -251,7 +251,7 @@ class Server:
     def _prepare(self, task: Prepare) -> None:
         extents = [extent for each in task.extents for extent in each]
         if self.arena.is_populated(extents):
-            self._act(self.depot.finished(task.token, True, time.monotonic()))
+            self._act(self.depot.finished(task.token, Prepared(True), time.monotonic()))
         else:
             self._help(partial(self._allocate, task.token, extents))
 
@@ -272,9 +272,9 @@ class Server:
         try:
             is_allocated = all(not self._is_closing and self.arena.ensure(*extent) for extent in extents)
         finally:
-            self._report(token, is_allocated)
+            self._report(token, Prepared(is_allocated))
 
-    def _report(self, token: object, outcome: TierOutcome | bool) -> None:
+    def _report(self, token: object, outcome: TierOutcome | Prepared) -> None:
         """Called on the helper thread and tiers' threads."""
         self._outcomes.append((token, outcome))
         os.eventfd_write(self._wake, 1)

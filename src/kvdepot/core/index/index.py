@@ -150,7 +150,7 @@ class Index:
                 if chunk is None:
                     is_behind_last = new and new[-1].key == parent and new[-1].position == position - 1
                     found = (new[-1], position) if is_behind_last else link(namespace, key, parent, position, run.salt)
-                    chunk = self._insert(namespace, account, key, run.salt, *found)
+                    chunk = self._insert(namespace, account, key, run.salt, found)
                     new.append(chunk)
                 else:
                     chunk.state = TRANSITIONS[chunk.state][_RESERVE]
@@ -181,9 +181,10 @@ class Index:
         return result
 
     def _insert(
-        self, namespace: Namespace, account: Account, key: bytes, salt: bytes, before: Chunk | None, position: int
+        self, namespace: Namespace, account: Account, key: bytes, salt: bytes, place: tuple[Chunk | None, int]
     ) -> Chunk:
-        """Insert a chunk without shards."""
+        """Insert a chunk without shards. place: its parent and position."""
+        before, position = place
         chunk = namespace.chunks[key] = Chunk(
             key=key, salt=salt, namespace=namespace, account=account, parent=before, position=position,
             generation=self.namespaces.generation, used_s=self.wall,
@@ -286,29 +287,30 @@ class Index:
         self.events.append(Stored(chunk, rank))
         self.release((chunk,))
 
-    def discard(self, chunk: Chunk, rank: int, is_written: bool = False) -> None:
+    def discard(self, chunk: Chunk, rank: int) -> None:
+        """Remove a reserved shard that did not arrive, to which nobody writes any more; see `abandon`."""
+        self.give_back(self.abandon(chunk, rank))
+
+    def abandon(self, chunk: Chunk, rank: int) -> Shard:
         """Remove a reserved shard that did not arrive, and release its hold; with the last shard, remove the chunk, and
-        end all holds on it. Chunks behind it keep a parent that is never chained, so no chain has them. is_written:
-        somebody may yet write to its extents, which nobody else gets before the caller gives the shard back."""
+        end all holds on it. Chunks behind it keep a parent that is never chained, so no chain has them. Nobody else
+        gets the extents before the caller gives the shard, which is returned, back."""
         assert chunk.shards[rank].is_open, chunk.shards[rank].state
         self.events.append(Failed(chunk))
         shard = self._take_out(chunk, rank)
-        if is_written:
-            self.accounts.lend(shard, chunk.namespace.tenant, chunk.salt)
-        else:
-            self.allocator.free(shard.extents)
+        self.accounts.lend(shard, chunk.namespace.tenant, chunk.salt)
         if chunk.shards:
             self.release((chunk,))
-            return
+            return shard
         self.held -= chunk.holds
         chunk.holds = 0
         leased = chunk.parent if chunk.leases else None
         while leased is not None:  # a lease of a chunk behind the gap keeps none of those before it
             leased.leases -= chunk.leases
             leased = leased.parent if leased.position else None
-        before = self._unlink(chunk, _FAILED, 0)
-        if before is not None:
+        if (before := self._unlink(chunk, _FAILED, 0)) is not None:
             self.remove(before, _DROPPED)
+        return shard
 
     def _take_out(self, chunk: Chunk, rank: int) -> Shard:
         """Take a reserved shard out of its chunk; its extents stay allocated."""

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-    from kvdepot.client.device_events import DeviceEvent
-    from kvdepot.devices.blocks import BlockMemory
+    from kvdepot.devices.blocks import BlockMemory, DeviceEvent
 
 log = init_logger(__name__)
 
