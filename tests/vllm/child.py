@@ -43,7 +43,7 @@ from tests.vllm import insides, preloaded
 MESSAGE_BYTES = 1 << 20
 USED = (
     "kvdepot.client.admin", "kvdepot.client.launch", "kvdepot.client.scheduler", "kvdepot.client.worker",
-    "kvdepot.devices.cpu", "vllm.entrypoints.launchers.cli_args", "vllm.lora.worker_manager",
+    "kvdepot.devices.self_test", "vllm.entrypoints.launchers.cli_args", "vllm.lora.worker_manager",
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
     "vllm.model_executor.models.deepseek_mtp", "vllm.model_executor.models.deepseek_v2",
     "vllm.model_executor.models.gemma3", "vllm.model_executor.models.llama", "vllm.model_executor.models.llama_eagle",

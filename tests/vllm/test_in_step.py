@@ -14,7 +14,7 @@ from kvdepot.client import admin
 from kvdepot.errors import Unavailable
 from kvdepot.memory.arena_view import ArenaView
 from kvdepot.protocol import wire
-from tests.conftest import HANG_S, Depot, StartDepot, eventually
+from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
 from tests.vllm.by_hand import BATCH, CHUNK, Engine, check, prompt
 from tests.vllm.conftest import StartByHand, StartEngine
 from tests.vllm.engines import nothing_is_held, output, spoil_a_part
@@ -188,7 +188,7 @@ def test_what_is_forgotten_after_it_was_found_is_not_copied(depot: Depot, start:
 
 def test_engines_do_not_keep_the_memory_of_an_arena_that_is_gone(depot: Depot, start: Callable[..., Engine]) -> None:
     engine = start(prompt(163, TOKENS))
-    view = ArenaView(depot.name, engine.worker.connector._worker._depot.client.arena[1])
+    view = ArenaView(SHM, *engine.worker.connector._worker._depot.client.arena)
     assert os.fstat(view._fd).st_blocks > 0
     depot.process.terminate()
     depot.process.wait(HANG_S)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import HANG_S, Depot, eventually
+from tests.conftest import HANG_S, SHM, Depot, eventually
 from tests.ports import free_port
 from tests.vllm import drafters, engines
 from tests.vllm.conftest import StartEngine
@@ -68,6 +68,17 @@ def write_falcon(folder: Path) -> Path:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     engines._note_written()
     return folder
+
+
+def shared_files(session: int) -> set[Path]:
+    """Files in /dev/shm that processes of a session use."""
+    used = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if os.getsid(int(process.name)) == session:
+                used |= {Path("/", line.partition("/")[2]) for line in (process / "maps").read_text().splitlines()}
+                used |= {path.readlink() for path in (process / "fd").iterdir()}
+    return {path for path in used if path.parent == SHM and path.exists()}
 
 
 @pytest.mark.parametrize("kind", ["YaRN", "Falcon"])
@@ -128,7 +139,9 @@ def test_the_ranks_of_an_engine_agree_with_its_scheduler(
     eventually(lambda: nothing_is_held(vllm_depot.status()))
 
 
-def test_vllm_serve_answers_over_http_from_the_depot(vllm_depot: Depot, tmp_path: Path) -> None:
+def test_vllm_serve_answers_over_http_from_the_depot_and_leaves_no_file_in_shm(
+    vllm_depot: Depot, tmp_path: Path
+) -> None:
     """API server, engine core and worker as users start them, and a model with states, which none of them may see
     otherwise than the others."""
     model = engines.write_model(tmp_path / "states", engines.STATES)
@@ -177,6 +190,7 @@ def test_vllm_serve_answers_over_http_from_the_depot(vllm_depot: Depot, tmp_path
             own = complete()
             post("reset_prefix_cache")
             assert complete() == own == (computed, block) and nothing == 0
+            files = shared_files(server.pid) - {SHM / vllm_depot.name}
             server.send_signal(signal.SIGTERM)
             assert server.wait(END_S) == 0
         finally:
@@ -187,6 +201,8 @@ def test_vllm_serve_answers_over_http_from_the_depot(vllm_depot: Depot, tmp_path
             said = log.read()
             print(said[-6000:])
     assert "disagree" not in said
+    assert files
+    eventually(lambda: not any(file.exists() for file in files))
     eventually(lambda: nothing_is_held(vllm_depot.status()))
     eventually(lambda: vllm_depot.status()["clients"] == before["clients"])
     died = vllm_depot.status()["counters"]["clients_died"] - before["counters"]["clients_died"]

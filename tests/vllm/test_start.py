@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from kvdepot.protocol.endpoints import holder
 from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
 from tests.programs import missing
 from tests.vllm.conftest import StartEngine
-from tests.vllm.engines import nothing_is_held, output, prompt
+from tests.vllm.engines import nothing_is_held, output, prompt, same_as_own
 
 
 @pytest.fixture
@@ -149,11 +150,13 @@ def test_an_engines_own_server_serves_all_its_processes_and_is_gone_after_them(
     assert not home.log.exists()
 
 
-def small_shm(tmp_path: Path, size_mib: int) -> Path:
-    """A Python whose processes have a /dev/shm of their own, of this size."""
+def small_shm(tmp_path: Path, size_mib: int, *mount: Path) -> Path:
+    """A Python whose processes have a /dev/shm of their own, of this size. mount: two folders: what is in the first,
+    they find in the second."""
     python = tmp_path / "python"
+    bind = f"mount --bind {mount[0]} {mount[1]} && " if mount else ""
     python.write_text(
-        f"#!/bin/sh\nexec unshare --mount --propagation private sh -c 'mount -t tmpfs -o size={size_mib}m tmpfs "
+        f"#!/bin/sh\nexec unshare --mount --propagation private sh -c '{bind}mount -t tmpfs -o size={size_mib}m tmpfs "
         f'/dev/shm && exec {sys.executable} "$@"\' sh "$@"\n'
     )
     python.chmod(0o755)
@@ -191,3 +194,64 @@ def test_an_engine_whose_own_server_does_not_fit_runs_uncached_and_says_why(
     assert len(re.findall("WARNING.* nothing is cached.*: the shared server has exited: .*arena of", said)) == 1
     assert not home.log.with_suffix(".log.1").exists()
     small.stop()
+
+
+def test_an_engine_whose_copies_fail_their_test_runs_uncached_and_says_why_once(
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    """One rank's copies are wrong: what a healthy engine has stored is not loaded by the other rank, either."""
+    depot, tokens = start_depot(), prompt(47, 2 * 256 + 9)
+    healthy = start_engine(models["gqa"], depot.url, tensor_parallel_size=2).wait_started()
+    computed = healthy.run(tokens)
+    healthy.stop()
+    stored = depot.status()["counters"]["stored_chunks"]
+    extension = "tests.vllm.wrong_copies.WrongCopies"
+    engine = start_engine(models["gqa"], depot.url, tensor_parallel_size=2, worker_extension_cls=extension)
+    engine.wait_started()
+    assert output(engine.run(tokens)) == output(computed)
+    uncached = engine.run_fresh(tokens)
+    assert uncached["cached"] == 0 and output(uncached) == output(computed)
+    found = depot.status()
+    assert (found["counters"]["stored_chunks"], found["counters"]["retrieved_chunks"]) == (stored, 0)
+    assert found["faulty_engines"] == 1
+    (fault,) = [each["fault"] for each in found["engines"] if each["fault"]]
+    assert "the self-test of copies failed: KV cache group 0 on cpu: a store into" in fault
+    (warning,) = [line for line in engine.logged().splitlines() if "WARNING" in line and "kvdepot" in line]
+    assert f"this engine runs without a cache: {fault}" in warning
+    engine.stop()
+    eventually(lambda: nothing_is_held(depot.status()))
+
+
+@pytest.fixture
+def arenas() -> Iterator[Path]:
+    """Another folder in memory than /dev/shm itself."""
+    made = SHM / f"kvdepot-test-{uuid.uuid4().hex[:12]}"
+    made.mkdir(0o700)
+    yield made
+    shutil.rmtree(made)
+
+
+def test_with_an_arena_in_another_folder_a_small_shm_is_enough_and_empty_after_the_stop(
+    arenas: Path, start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As in two containers that share a volume in memory, which each mounts where it likes."""
+    monkeypatch.setenv("KVDEPOT_ARENA_DIR", str(arenas))
+    depot, seen = start_depot(), tmp_path / "arenas"
+    seen.mkdir()
+    python = str(small_shm(tmp_path, 250, arenas, seen))  # vLLM takes 240 MiB for a queue to its workers
+    with monkeypatch.context() as patch:
+        patch.setenv("KVDEPOT_ARENA_DIR", str(seen))
+        engine = start_engine(models["gqa"], depot.url, python=python, tensor_parallel_size=2)
+    fd = os.open(f"/proc/{engine.wait_started().pid}/root/{SHM}", os.O_RDONLY)
+    shm = Path(f"/proc/self/fd/{fd}")
+    tokens = prompt(48, 2 * 256 + 9)
+    assert engine.run(tokens)["cached"] == 0
+    same_as_own(engine, tokens, 512)
+    assert depot.status()["counters"]["retrieved_chunks"] == 4
+    engine.stop()
+    left = {path.name for path in shm.iterdir() if not path.name.startswith("vllm_dist_")}
+    os.close(fd)
+    assert not left, "but what vLLM's ranks on CPUs leave"
+    eventually(lambda: [path.name for path in arenas.iterdir()] == [depot.name])
+    assert nothing_is_held(depot.status())

@@ -66,16 +66,16 @@ def test_blocks(blocks: Sequence[BlockMemory], deadline_s: float = DEADLINE_S) -
         raise found
     where = ", ".join(sorted({str(each.device or "cpu") for each in blocks}))
     raise DeviceError(
-        f"the self-test of copies on {where} failed: {found}: this engine runs without a cache; check that torch can "
-        "use the device from a thread other than the engine's, and report it if it can"
+        f"the self-test of copies on {where} failed: {found}; check that torch can use the device from a thread other "
+        "than the engine's, and report it if it can"
     ) from found
 
 
 class _Differs(DeviceError):
     def __init__(self, group: int, blocks: BlockMemory, what: str) -> None:
         super().__init__(
-            f"the self-test of copies failed: KV cache group {group} on {blocks.device or 'cpu'}: {what}: this engine "
-            "runs without a cache; report it with the engine's layout and the versions of torch and the driver"
+            f"the self-test of copies failed: KV cache group {group} on {blocks.device or 'cpu'}: {what}; report it "
+            "with the engine's layout and the versions of torch and the driver"
         )
 
 

@@ -558,7 +558,9 @@ class SchedulerHalf:
         self._closing.difference_update(sent)
         self._leases.stores_ended(sent)
         self._holds.ended(report.ended)
-        self._is_faulty |= bool(report.fault)
+        if report.fault and not self._is_faulty:
+            self._is_faulty = True
+            self._void_stores(None)  # other ranks must not store their part of a chunk
         self._in_step.mapped(report.mapped)
         if self._trust.report(report.compared) is Verdict.DIFFERENT:
             self._part()
