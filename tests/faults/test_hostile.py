@@ -1,55 +1,49 @@
-"""Clients that lie: block ids, ranges, names, layouts. Typed errors, and no byte outside what they own is touched."""
+"""Clients that lie: of what they ask for, have copied and register. Typed errors, and nobody else loses anything."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import socket
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from tools.toy_engine import BLOCK, ToyEngine
 
-from kvdepot.adapters import KVCacheHandle
 from kvdepot.client import MessageQueueClient
-from kvdepot.errors import BadRequest, LayoutError, ProtocolError, UnknownInstance
+from kvdepot.errors import BadRequest, KVDepotError, LayoutError, ProtocolError, UnknownInstance, UnknownRequest
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.protocol import wire
-from kvdepot.protocol.layout import Layout, Mapping, Segment, build_layout
+from kvdepot.protocol.layout import BlockFormat
 from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
 from tests.faults.conftest import MakeEngine
 
 pytestmark = pytest.mark.faults
 
-BLOCKS = 32
-BLOCK_BYTES = 1024
+FORMAT = BlockFormat(os.urandom(32), 1024)
 KEYS = os.urandom(2 * HASH_BYTES)
 
 
 @dataclass
 class Scene:
-    """A server with a good engine, and somebody else's tensors beside it."""
+    """A server with a good engine, and somebody else beside it."""
 
     depot: Depot
     good: ToyEngine
     client: MessageQueueClient
-    tensor: torch.Tensor
-    layout: Layout
+
+    def ask(self, request: wire.Request) -> Any:
+        return self.client.ask(request).result(HANG_S)
 
     def digest(self) -> str:
-        """Of the arena, the good engine's files, and the client's own tensors."""
-        digest = hashlib.blake2b()
-        for path in (SHM / self.depot.name, *(SHM / name for name in self.good.files())):
-            digest.update(path.read_bytes())
-        digest.update(self.tensor.numpy().tobytes())
+        """Of the arena, and the good engine's blocks."""
+        digest = hashlib.blake2b((SHM / self.depot.name).read_bytes())
+        for part in self.good.parts:
+            digest.update(part.tobytes())
         return digest.hexdigest()
 
 
@@ -60,11 +54,9 @@ def scene() -> Iterator[Scene]:
     for family in range(20):
         assert good.store(family, 3)
     client = MessageQueueClient(depot.url, depot.context)
-    tensor = torch.randint(0, 256, (BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
-    layout = build_layout([KVCacheHandle(tensor, "layer").view], [0])
-    client.ask(wire.Register(7, layout)).result(HANG_S)
+    client.ask(wire.Register(7, FORMAT)).result(HANG_S)
     eventually(lambda: (SHM / depot.name).stat().st_blocks * 512 >= 4 << 20)  # no page is still to come
-    yield Scene(depot, good, client, tensor, layout)
+    yield Scene(depot, good, client)
     client.close()
     good.close()
     depot.close()
@@ -82,124 +74,89 @@ def nothing_is_touched(scene: Scene) -> Iterator[None]:
     assert not scene.good.wrong
 
 
-def pack(*ids: int) -> bytes:
-    return np.array(ids, np.uint32).tobytes()
-
-
 def shards(**changes: Any) -> wire.Shards:
-    good = wire.Shards("request", "hostile", 1, 0, ROOT, 0, KEYS, pack(*range(8)))
+    good = wire.Shards("request", "hostile", 1, 0, ROOT, 0, KEYS, 4)
     return msgspec.structs.replace(good, **changes)
 
 
 def test_requests_that_lie_are_refused_whole(scene: Scene) -> None:
     """Others of the kind: tests/core/test_depot.py."""
     lies: list[dict[str, Any]] = [
-        {"block_ids": pack(0, 1, 2, 3, 4, 5, 6, BLOCKS)},
-        {"block_ids": pack(0, 1, 2, 3, 4, 5, 6, 0xFFFFFFFF)},
-        {"block_ids": pack(0, 1, 2, 3, 4, 5, 6, 0)},
-        {"skip_blocks": 4},
-        {"skip_blocks": -1},
+        {"blocks": 0},
+        {"blocks": -1},
+        {"blocks": 1 << 62},
+        {"hashes": KEYS[:-1]},
         {"rank": -1},
         {"world_size": 1 << 40},
         {"request": "r" * 3_000_000},
     ]
     for lie in lies:
         part = shards(**lie)
-        for request in (wire.Store(7, 1, [shards(), part]), wire.Retrieve(7, [part, shards()])):
+        for request in (wire.Store(7, [shards(), part]), wire.Retrieve(7, [part, shards()])):
             with pytest.raises(BadRequest):
-                scene.client.ask(request).result(HANG_S)
+                scene.ask(request)
     for number in (-1, -(1 << 63), (1 << 63) - 1):
         with suppress(BadRequest):
-            assert scene.client.ask(wire.Lookup("hostile", number, number, "r", number, KEYS)).result(HANG_S) == 0
+            assert scene.ask(wire.Lookup("hostile", number, number, "r", number, KEYS)) == 0
     with pytest.raises(ProtocolError, match="the limit is"):
-        scene.client.ask(wire.Retrieve(7, [shards(request="r" * 10_000_000)])).result(HANG_S)
-
-
-@pytest.fixture
-def named(scene: Scene, tmp_path: Path) -> Iterator[Callable[[str], str]]:
-    """Names of files that are no tensors of the client's."""
-    base = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
-    outside = tmp_path / "outside"
-    outside.write_bytes(os.urandom(1 << 16))
-    target = SHM / base
-
-    names = {
-        "a path": str(outside), "a path upwards": f"../..{outside}", "the folder": ".", "the folder above": "..",
-        "nothing": "", "a zero byte": "a\0b", "a name of 10 kB": "n" * 10_000, "the arena": scene.depot.name,
-        "a liveness file": scene.good.worker.mq_client.liveness.name,
-    }  # fmt: skip
-
-    def make(kind: str) -> str:
-        match kind:
-            case "a FIFO":
-                os.mkfifo(target)
-            case "a symbolic link":
-                target.symlink_to(outside)
-            case "a folder":
-                target.mkdir()
-            case "a socket":
-                with socket.socket(socket.AF_UNIX) as listener:
-                    listener.bind(str(target))
-            case "another user's file":
-                target.write_bytes(outside.read_bytes())
-                os.chown(target, 12345, 12345)
-        return names.get(kind, base)
-
-    before = outside.read_bytes()
-    yield make
-    assert outside.read_bytes() == before
-    if target.is_dir():
-        target.rmdir()
-    else:
-        target.unlink(missing_ok=True)
+        scene.ask(wire.Retrieve(7, [shards(request="r" * 10_000_000)]))
 
 
 @pytest.mark.parametrize(
-    "kind",
+    "lie",
     [
-        "a path", "a path upwards", "the folder", "the folder above", "nothing", "a zero byte", "a name of 10 kB",
-        "what is not there", "the arena", "a liveness file", "a FIFO", "a symbolic link", "a folder", "a socket",
-        "another user's file",
+        {"sums": []}, {"sums": [0]}, {"sums": [0, 0, 0]}, {"sums": [-1, 0]}, {"sums": [1, 1]},
+        {"differences": [[0.0], [0.0]]}, {"sums": [], "copied": False},
     ],
+    ids=repr,
 )  # fmt: skip
-def test_a_layout_that_names_what_is_no_tensor_of_the_client_is_refused(
-    scene: Scene, named: Callable[[str], str], kind: str
-) -> None:
-    if kind == "another user's file" and os.geteuid() != 0:
-        pytest.skip("needs root, to give a file to somebody else")
-    name = named(kind)
-    lie = Layout([Mapping(name, 4096)], [Segment(0, 0, 128, 128)], 32, scene.layout.fingerprint)
+def test_a_store_whose_completion_lies_is_not_stored_and_holds_nothing(scene: Scene, lie: dict[str, Any]) -> None:
+    placement = msgspec.convert(scene.ask(wire.Store(7, [shards()])), wire.Placement)
+    honest = wire.Complete(placement.operation, placement.boot, True, [0, 0])
+    lied = msgspec.structs.replace(honest, **lie)
+    if lied.copied:
+        with pytest.raises(BadRequest):
+            scene.ask(lied)
+    else:
+        assert scene.ask(lied) is False
+    with pytest.raises(UnknownRequest):
+        scene.ask(honest)
+    assert scene.ask(wire.Lookup("hostile", 1, 4, "r", 2, KEYS)) == 0
+
+
+def test_who_completes_what_is_not_its_own_changes_nothing(scene: Scene) -> None:
+    """Numbers of operations are those of a client's own requests, so that others use the same."""
+    placement = msgspec.convert(scene.ask(wire.Store(7, [shards()])), wire.Placement)
+    other = MessageQueueClient(scene.depot.url, scene.depot.context)
     try:
-        with pytest.raises(LayoutError):
-            scene.client.ask(wire.Register(9, lie)).result(HANG_S)
-        with pytest.raises(UnknownInstance):
-            scene.client.ask(wire.Store(9, 1, [shards()])).result(HANG_S)
+        for number in (placement.operation, placement.operation + 1, 0, -1, 1 << 63):
+            with pytest.raises(KVDepotError) as refused:
+                other.ask(wire.Complete(number, placement.boot, True, [0, 0])).result(HANG_S)
+            assert type(refused.value) in (UnknownRequest, ProtocolError)
+        with pytest.raises(UnknownRequest):
+            scene.ask(wire.Complete(placement.operation, bytes(8), True, [0, 0]))
+        assert scene.depot.status()["operations"] == 1
     finally:
-        scene.client.ask(wire.Unregister(9)).result(HANG_S)
+        other.close()
+        assert scene.ask(wire.Complete(placement.operation, placement.boot, False)) is False
 
 
-def test_a_client_that_cuts_its_tensors_off_loses_them_and_nobody_else_anything(
-    start_depot: StartDepot, make_engine: MakeEngine
-) -> None:
-    depot = start_depot(arena_mib=16, chunk_size=64)
-    good, bad = make_engine(depot), make_engine(depot, model="bad", width=64)
-    assert good.store(1, 3) and bad.store(1, 3)
-    layer = SHM / bad.files()[-1]
-    size = layer.stat().st_size
-    os.truncate(layer, 4096)
-    client = bad.worker.mq_client
-    part = wire.Shards("r", "bad", 1, 0, ROOT, 0, KEYS[:HASH_BYTES], pack(*range(4)))
-    assert client.ask(wire.Store(bad.worker.instance_id, 1, [part])).result(HANG_S) is False
-    assert depot.process.poll() is None
-    assert good.hits([1], 3) == 3 and good.store(2, 3) and good.hits([2], 3) == 3
-    assert not good.wrong
-    os.truncate(layer, size)
+@pytest.mark.parametrize(
+    "lie", [{"block_bytes": size} for size in (0, -1, 1 << 62)] + [{"fingerprint": b""}, {"fingerprint": bytes(33)}],
+    ids=repr,
+)  # fmt: skip
+def test_a_format_that_no_worker_has_is_refused(scene: Scene, lie: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError):
+        scene.ask(wire.Register(9, msgspec.structs.replace(FORMAT, **lie)))
+    with pytest.raises(UnknownInstance):
+        scene.ask(wire.Store(9, [shards()]))
+    scene.ask(wire.Unregister(9))
 
 
 def test_a_worker_that_registers_another_block_count_while_it_copies_mixes_nothing(
     start_depot: StartDepot, make_engine: MakeEngine
 ) -> None:
-    depot = start_depot("--copy-threads", "1", arena_mib=128, chunk_size=64)
+    depot = start_depot(arena_mib=128, chunk_size=64)
     engine = make_engine(depot, blocks=64, width=1 << 12)  # 1 MiB a chunk
     assert engine.store(1, 4)
     for round_ in range(4):
@@ -218,9 +175,6 @@ def test_a_worker_that_registers_another_block_count_while_it_copies_mixes_nothi
         assert arrived and failed == 0
         del before
         engine.use(engine.caches)
-        with pytest.raises(BadRequest):
-            outside = wire.Shards("r", engine.model, 1, 0, ROOT, 0, KEYS[:HASH_BYTES], pack(0, 1, 2, count))
-            engine.worker.mq_client.ask(wire.Store(engine.worker.instance_id, 1 << 40, [outside])).result(HANG_S)
         assert engine.hits([1], 4) == 4 and engine.hits([10 + round_], 6) == 6
         assert not engine.wrong, f"round {round_}"
     status = depot.status()
