@@ -526,3 +526,14 @@ def test_a_lookup_without_pins_ends_the_session_that_it_replaces(desk: Desk) -> 
     assert desk.ask(b"one", lookup(prompt("a", 4), "r")) == 4 and desk.index.held
     assert desk.ask(b"one", replace(lookup(prompt("a", 4), "r"), pins=False)) == 4
     assert not desk.index.held and not desk.depot.client(b"one").sessions and not desk.depot.sessions.budget.bytes
+
+
+def test_of_clients_that_died_together_none_is_answered(desk: Desk) -> None:
+    chain = prompt("a", 3)
+    begin(desk, store(chain))
+    asked = desk.send(b"two", lookup(chain))
+    assert unheard(desk, asked)
+    for name in (b"one", b"two"):
+        desk.liveness_files[name].alive = False
+    desk.tick(desk.now + 1.0, desk.now + 1.0)
+    assert asked not in desk.answers and not desk.depot.clients

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvdepot.client.connection import CHECK_S
 from kvdepot.client.copies import Arenas
+from kvdepot.client.lane import _IDLE_S as IDLE_S
 from kvdepot.client.lane import Lane
 from kvdepot.core.index.chunk import Chunk
 from kvdepot.core.transfers import LINGER_S
@@ -41,7 +42,9 @@ class _Turns:
         self._client = client
         self._changes = 0
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        for process in self._client.processes:
+            process.check()
 
     def __exit__(self, *error: object) -> None: ...
 
@@ -211,15 +214,23 @@ class SimLane(Lane):
         self._changed: Any = _Turns(client)
         self.arenas = _Arenas(client.host)
         self._is_due = False
+        self._idle_s = IDLE_S
         self._process = Process(client.host.world, f"{client.name}.lane", self._live_on)
         client.processes.append(self._process)
 
     def _live_on(self) -> None:
         while self._closed is None:
             pause_s = self.turn()
+            # While there is nothing to do, looks at what is overdue become rare: hours would cost thousands of turns.
+            is_idle = not self._live and pause_s >= IDLE_S
+            self._idle_s = min(1.5 * self._idle_s, 20.0) if is_idle else IDLE_S
+            pause_s = self._idle_s if is_idle else pause_s
             if not self._is_due:
-                self._process.wait(lambda: self._is_due or self._sim.hears(), pause_s, CHECK_S)
+                self._process.wait(self._is_woken, pause_s, pause_s)
             self._is_due = False
+
+    def _is_woken(self) -> bool:
+        return self._is_due or self._sim.hears()
 
     def _wake(self) -> None:
         self._is_due = True

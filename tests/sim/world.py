@@ -74,7 +74,7 @@ class World:
 
 
 class Killed(BaseException):
-    """Raised in the thread of a killed process to unwind it; only `Process` catches it."""
+    """Raised in the thread of a killed process to unwind it; code that catches it calls `Process.check`."""
 
 
 class Process:
@@ -139,6 +139,11 @@ class Process:
         self._arm()
         self._park()
         return self._met
+
+    def check(self) -> None:
+        """Raise Killed in this process's thread if it was killed: it may have caught that."""
+        if self._killed and self.is_current():
+            raise Killed
 
     def is_current(self) -> bool:
         """Whether the calling thread is this process's."""

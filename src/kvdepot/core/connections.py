@@ -215,7 +215,10 @@ class Connections:
     def drop_dead(self) -> list[Action]:
         """Remove clients whose liveness file is no longer held, and release what they hold."""
         actions: list[Action] = []
-        for client in [client for client in self._depot.clients if not client.liveness.is_alive()]:
+        dead = [client for client in self._depot.clients if not client.liveness.is_alive()]
+        for client in dead:
+            client.dead = True  # the end of one's stores answers lookups, but not those of another dead client
+        for client in dead:
             log.debug("client %s is gone", client.called, extra={"client": client.called})
             actions += self._depot.died(client.identity, client.liveness.has_left())
             self._depot.report.latencies.gone(client.identity)
