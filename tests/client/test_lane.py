@@ -17,7 +17,8 @@ import torch
 
 from kvdepot.client import lane as lanes
 from kvdepot.client.connection import GRACE_S
-from kvdepot.client.lane import BlockIds, Lane, LaneFuture
+from kvdepot.client.lane import Lane, LaneFuture
+from kvdepot.client.operations import BlockIds
 from kvdepot.client.socket import Client
 from kvdepot.client.transfer import PromptChunks, ShardSpec, Transfer
 from kvdepot.devices import describe

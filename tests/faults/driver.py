@@ -19,7 +19,7 @@ from typing import Any
 from tools.toy_engine import ToyEngine
 
 from kvdepot.client import connection
-from kvdepot.client.lane import CopyPhase
+from kvdepot.client.operations import CopyPhase
 from tests.faults.halting import halt
 from tests.faults.tail_engine import TailEngine
 from tests.programs import die_with_parent

@@ -31,7 +31,8 @@ from kvdepot.protocol.layout import Layout, TensorView, build_layout, find_block
 if TYPE_CHECKING:
     import torch
 
-    from kvdepot.client.lane import BlockIds, Lane
+    from kvdepot.client.lane import Lane
+    from kvdepot.client.operations import BlockIds
     from kvdepot.devices.blocks import BlockMemory
 
 __all__ = [
@@ -299,7 +300,7 @@ def _translate_lookup(keys: IPCCacheEngineKey | Sequence[IPCCacheEngineKey], nam
 
 
 def _translate_transfer(request_type: RequestType, payloads: list[Any], naming: Naming) -> Translated | None:
-    from kvdepot.client.lane import BlockIds  # commands, which import this module, start sooner without numpy
+    from kvdepot.client.operations import BlockIds  # commands, which import this module, start sooner without numpy
 
     keys, instance, block_ids, event_handle = payloads
     if not all(isinstance(key, IPCCacheEngineKey) for key in keys):

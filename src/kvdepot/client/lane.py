@@ -1,14 +1,7 @@
 """The lane of a worker: one thread that copies between the engine's blocks and the arena, and asks the server about it.
 
 So neither the engine's thread waits for a copy, nor a copy for the engine's next step. Used by client/worker.py and
-client/contract.py. An operation is one store, retrieve or comparison:
-
-    WAITING      its event has not happened           nothing is asked of the server
-    READY        too many others are at the server    as above
-    ASKED        the server is placing its chunks
-    PLACED       it is copied, slice by slice         the server keeps its places until it is completed
-    COMPLETING   the server is told that no byte is copied any more
-    ENDED
+client/contract.py. operations.py has the phases of an operation.
 
 Invariants: every operation that a server has placed is completed, unless the client closes: whatever happens, the
 server gets its memory back. Every future ends once, and not while its blocks are being copied. Loads go before stores
@@ -23,8 +16,6 @@ which come under the client's lock, are only queued.
 from __future__ import annotations
 
 import contextlib
-import enum
-import itertools
 import logging
 import os
 import threading
@@ -32,18 +23,15 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, TypeVar
-
-import numpy as np
+from typing import Any, TypeVar
 
 from kvdepot.client.connection import CHECK_S
-from kvdepot.client.copies import BUSY_S, COMPLETE_TRIES, Arenas, check_places, give_back, read_placement, sums
+from kvdepot.client.copies import BUSY_S, COMPLETE_TRIES, Arenas, give_back, read_placement
 from kvdepot.client.device_events import EVENT_S, happened
+from kvdepot.client.operations import AT_SERVER, NEEDS_SERVER, BlockIds, Copying, CopyOperation, CopyPhase
 from kvdepot.client.socket import Client, MessagingFuture
-from kvdepot.devices.blocks import BlockMemory, CopyPiece, DeviceEvent
-from kvdepot.devices.comparison import compare
+from kvdepot.devices.blocks import BlockMemory, DeviceEvent
 from kvdepot.errors import (
     BadRequest,
     Busy,
@@ -54,9 +42,7 @@ from kvdepot.errors import (
     UnknownInstance,
     UnknownRequest,
 )
-from kvdepot.memory.extents import Ids, checksum
 from kvdepot.protocol import wire
-from kvdepot.protocol.keys import HASH_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -73,20 +59,6 @@ _IDLE_S = 0.5
 """Without events, the thread looks this often at what is overdue."""
 _CLOSE_S = 5.0
 _COMPLAIN_S = 30.0
-
-Copying: TypeAlias = wire.Store | wire.Retrieve | wire.Compare
-
-
-class BlockIds(NamedTuple):
-    """The blocks of one `wire.Shards`: of all its chunks, in order. A load does not write the first `skip` of them."""
-
-    ids: Ids
-    skip: int = 0
-
-    @classmethod
-    def unpack(cls, packed: bytes, skip: int = 0) -> BlockIds:
-        """From little-endian uint32."""
-        return cls(np.frombuffer(packed, "<u4").astype(np.intp), skip)
 
 
 class LaneFuture(MessagingFuture[T]):
@@ -106,87 +78,6 @@ class LaneFuture(MessagingFuture[T]):
         return super().result(timeout)
 
 
-class CopyPhase(enum.Enum):
-    """A stage of an operation; the table above says what it waits for."""
-
-    WAITING = enum.auto()
-    READY = enum.auto()
-    ASKED = enum.auto()
-    PLACED = enum.auto()
-    COMPLETING = enum.auto()
-    ENDED = enum.auto()
-
-
-_AT_SERVER = {CopyPhase.ASKED, CopyPhase.PLACED, CopyPhase.COMPLETING}
-_NEEDS_SERVER = {CopyPhase.READY, CopyPhase.ASKED, CopyPhase.COMPLETING}
-
-
-@dataclass(slots=True, eq=False)
-class _Copying:
-    request: Copying
-    blocks: BlockMemory
-    block_ids: Sequence[BlockIds]
-    event: DeviceEvent | None
-    future: LaneFuture[Any]
-    since: float
-    """When it entered its phase, or was last answered."""
-    phase: CopyPhase = CopyPhase.WAITING
-    is_void: bool = False  # no byte may be copied any more; its future ends, or has ended, with an error
-    placement: wire.Placement | None = None
-    pieces: list[CopyPiece] = field(default_factory=list)  # one per place, once the placement was checked
-    copied: int = 0  # pieces
-    sums: list[int] = field(default_factory=list)
-    differences: list[list[float]] = field(default_factory=list)
-    tries: int = 0  # of completing it
-    completion: wire.Complete | None = None
-
-    @property
-    def is_load(self) -> bool:
-        return isinstance(self.request, wire.Retrieve)
-
-    @property
-    def chunk_bytes(self) -> int:
-        return self.request.shards[0].blocks * self.blocks.layout.block_bytes
-
-    def check(self) -> None:
-        """Raise BadRequest unless its blocks are those of its chunks, and registered; each is named once, but in parts
-        of a store that different requests ask for."""
-        shards, layout = self.request.shards, self.blocks.layout
-        if len(shards) != len(self.block_ids) or not shards:
-            raise BadRequest(f"block ids of {len(self.block_ids)} parts for {len(shards)} parts of requests")
-        used = []
-        for part, (ids, skip) in zip(shards, self.block_ids, strict=True):
-            chunks = len(part.hashes) // HASH_BYTES
-            if len(ids) != chunks * part.blocks or part.blocks != shards[0].blocks or not len(ids):
-                raise BadRequest(f"{len(ids)} block ids for {chunks} chunks of {part.blocks} blocks")
-            if ids.min() < 0 or ids.max() >= layout.num_blocks:
-                raise BadRequest(f"block ids {ids.min()} to {ids.max()} are not within {layout.num_blocks} blocks")
-            if not 0 <= skip < part.blocks or (skip and not self.is_load):
-                raise BadRequest(f"a {type(self.request).__name__} cannot skip {skip} of {part.blocks} blocks")
-            used.append(ids[skip:])
-            if len(np.unique(used[-1])) != len(used[-1]):
-                raise BadRequest(f"block ids of request {part.request[:64]!r} repeat")
-        if self.is_load and len(used) > 1:
-            together = np.concatenate(used)
-            if len(np.unique(together)) != len(together):
-                raise BadRequest("two requests retrieve into the same block")
-
-    def pieces_of(self, placement: wire.Placement) -> list[CopyPiece]:
-        """The blocks of each place. Raises ProtocolError for chunks that were not asked for."""
-        chunks, places = placement.chunks, placement.places
-        per_chunk = self.request.shards[0].blocks
-        ids = np.concatenate([each.ids for each in self.block_ids]).reshape(-1, per_chunk)
-        firsts = itertools.accumulate((len(each.ids) // per_chunk for each in self.block_ids), initial=0)
-        skips = dict(zip(firsts, (each.skip for each in self.block_ids), strict=False))
-        is_known = all(0 <= chunk < len(ids) for chunk in chunks) and len(set(chunks)) == len(chunks)
-        if len(places) != len(chunks) or not chunks or not is_known:
-            raise ProtocolError(f"the server has placed chunks {chunks[:8]} of {len(ids)} at {len(places)} places")
-        return [
-            CopyPiece(place.extents, ids[chunk], skips.get(chunk, 0))
-            for chunk, place in zip(chunks, places, strict=True)
-        ]
-
-
 class Lane:
     """Copies one worker's blocks. Any thread may call it. Its own thread starts with the first `add`."""
 
@@ -202,16 +93,16 @@ class Lane:
         self._changed = threading.Condition(threading.Lock())  # an operation has ended, or a slice was copied
         # What follows is guarded by that lock, but for `_answers`.
         self._memories: dict[int, BlockMemory] = {}  # by instance
-        self._live: dict[LaneFuture[Any], _Copying] = {}
-        self._waiting: list[_Copying] = []
-        self._ready: dict[bool, deque[_Copying]] = {True: deque(), False: deque()}  # loads, and all others
-        self._placed: dict[bool, deque[_Copying]] = {True: deque(), False: deque()}
+        self._live: dict[LaneFuture[Any], CopyOperation] = {}
+        self._waiting: list[CopyOperation] = []
+        self._ready: dict[bool, deque[CopyOperation]] = {True: deque(), False: deque()}  # loads, and all others
+        self._placed: dict[bool, deque[CopyOperation]] = {True: deque(), False: deque()}
         self._at_server: Counter[bool] = Counter()
-        self._copying: _Copying | None = None  # of which a slice is being copied
-        self._refused: list[_Copying] = []  # whose completion the server was too busy for
+        self._copying: CopyOperation | None = None  # of which a slice is being copied
+        self._refused: list[CopyOperation] = []  # whose completion the server was too busy for
         self._closed: KVDepotError | None = None
         self._thread: threading.Thread | None = None
-        self._answers: deque[tuple[_Copying, object]] = deque()
+        self._answers: deque[tuple[CopyOperation, object]] = deque()
         self._wake_fd = -1
         self._ended = threading.Event()  # the thread has: two threads must not join one in CPython 3.11
         self._following: set[tuple[int, tuple[str, bytes]]] = set()  # memories, and the arena that each follows
@@ -292,7 +183,7 @@ class Lane:
 
     def _operation(
         self, request: Copying, block_ids: Sequence[BlockIds], event: DeviceEvent | None, future: LaneFuture[Any]
-    ) -> _Copying:
+    ) -> CopyOperation:
         if self._closed is not None:
             raise self._closed
         blocks = self._memories.get(request.instance)
@@ -300,7 +191,7 @@ class Lane:
             raise UnknownInstance(f"no KV tensors are registered as instance {request.instance}")
         if len(self._live) - self._at_server.total() >= _MOST_WAITING:
             raise Busy(f"{_MOST_WAITING} copies already wait for their events or for the server")
-        operation = _Copying(request, blocks, block_ids, event, future, self._clock())
+        operation = CopyOperation(request, blocks, block_ids, event, future, self._clock())
         operation.check()
         return operation
 
@@ -359,7 +250,7 @@ class Lane:
 
     # -- changes of an operation; the lock is held
 
-    def _make_ready(self, operation: _Copying) -> None:
+    def _make_ready(self, operation: CopyOperation) -> None:
         operation.phase, operation.since = CopyPhase.READY, self._clock()
         self._ready[operation.is_load].append(operation)
 
@@ -377,7 +268,7 @@ class Lane:
                     any_asked = True
         return any_asked
 
-    def _heard(self, operation: _Copying, value: object) -> None:
+    def _heard(self, operation: CopyOperation, value: object) -> None:
         """An answer has come; under the client's lock, on whichever thread has read it."""
         self._answers.append((operation, value))
         if threading.current_thread() is not self._thread:
@@ -395,7 +286,7 @@ class Lane:
                 self._completed(operation, value)
         return any_taken
 
-    def _answered(self, operation: _Copying, value: object) -> None:
+    def _answered(self, operation: CopyOperation, value: object) -> None:
         try:
             placement = read_placement(value)
         except ProtocolError as exc:
@@ -409,12 +300,12 @@ class Lane:
         else:
             self._placed[operation.is_load].append(operation)
 
-    def _complete(self, operation: _Copying, message: wire.Complete) -> None:
+    def _complete(self, operation: CopyOperation, message: wire.Complete) -> None:
         operation.phase, operation.since, operation.completion = CopyPhase.COMPLETING, self._clock(), message
         operation.tries += 1
         self._client.ask_then(message, partial(self._heard, operation), None)
 
-    def _completed(self, operation: _Copying, value: object) -> None:
+    def _completed(self, operation: CopyOperation, value: object) -> None:
         if isinstance(value, Busy) and operation.tries < COMPLETE_TRIES:
             self._refused.append(operation)  # the server keeps what it has placed until it hears this
             return
@@ -425,9 +316,9 @@ class Lane:
                 value = False
         self._end(operation, value)
 
-    def _end(self, operation: _Copying, value: object) -> None:
+    def _end(self, operation: CopyOperation, value: object) -> None:
         """It is over. value: of its future, unless that has ended before."""
-        if operation.phase in _AT_SERVER:
+        if operation.phase in AT_SERVER:
             self._at_server[operation.is_load] -= 1
         operation.phase = CopyPhase.ENDED
         self._live.pop(operation.future, None)
@@ -438,12 +329,12 @@ class Lane:
             operation.future._finish(ProtocolError(f"the server's answer {value!r:.80} was not understood: {exc!r}"))
         self._changed.notify_all()
 
-    def _void(self, operation: _Copying, error: KVDepotError) -> None:
+    def _void(self, operation: CopyOperation, error: KVDepotError) -> None:
         """Copy nothing of it any more. Its future ends at once, or with the slice that is being copied."""
         operation.is_void = True
         if operation is self._copying:
             return
-        if operation.phase not in _AT_SERVER:
+        if operation.phase not in AT_SERVER:
             self._end(operation, error)
             return
         operation.future._finish(error)
@@ -533,7 +424,7 @@ class Lane:
             return
         self._next_check = now + CHECK_S
         for operation in list(self._live.values()):
-            is_silent = operation.phase in _NEEDS_SERVER and now - operation.since > ANSWER_S
+            is_silent = operation.phase in NEEDS_SERVER and now - operation.since > ANSWER_S
             if is_silent and not operation.future.query():
                 self._void(operation, DeadlineExceeded(f"the server did not answer within {ANSWER_S:g} s"))
         self._prune()
@@ -546,7 +437,7 @@ class Lane:
                 self._complete(operation, operation.completion)
         return len(self._refused) < len(refused)
 
-    def _next_placed(self) -> _Copying | None:
+    def _next_placed(self) -> CopyOperation | None:
         for placed in (self._placed[True], self._placed[False]):
             while placed:
                 if placed[0].phase is CopyPhase.PLACED:
@@ -585,7 +476,7 @@ class Lane:
                 blocks.follow(view)
             self._following = {(id(each), arena) for each in memories}
 
-    def _copy_slice(self, operation: _Copying) -> None:
+    def _copy_slice(self, operation: CopyOperation) -> None:
         """Copy as much of an operation as one slice has, and complete it after the last."""
         error: KVDepotError | None = None
         try:
@@ -610,29 +501,10 @@ class Lane:
                 self._complete(operation, message)
             self._changed.notify_all()
 
-    def _copy(self, operation: _Copying) -> None:
-        request, blocks, placement, size = (
-            operation.request, operation.blocks, operation.placement, operation.chunk_bytes,
-        )  # fmt: skip
+    def _copy(self, operation: CopyOperation) -> None:
+        placement = operation.placement
         assert placement is not None
-        view = self.arenas.of(placement.arena, placement.boot)
-        if not operation.pieces:
-            check_places(view, placement, size)
-            operation.pieces = operation.pieces_of(placement)
-        start, end = operation.copied, operation.copied + max(1, blocks.task_bytes // size)
-        pieces, places = operation.pieces[start:end], placement.places[start:end]
-        with view.use(extent for piece in pieces for extent in piece.extents):
-            if isinstance(request, wire.Compare):
-                found = compare(blocks, view, pieces, request.has_experts)
-                operation.differences += found
-                operation.sums += [
-                    checksum(view.bytes, place.extents, size) if place.is_summed and each != [0.0] else 0
-                    for place, each in zip(places, found, strict=True)
-                ]
-            else:
-                blocks.move(view, pieces, isinstance(request, wire.Store))
-                operation.sums += sums(view, places, size)
-        operation.copied += len(pieces)
+        operation.copy_slice(self.arenas.of(placement.arena, placement.boot))
 
     def _start(self) -> None:
         try:

@@ -21,7 +21,8 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 from kvdepot.client.device_events import happened
-from kvdepot.client.lane import BlockIds, Copying, Lane, LaneFuture
+from kvdepot.client.lane import Lane, LaneFuture
+from kvdepot.client.operations import BlockIds, Copying
 from kvdepot.client.socket import Client, check_type
 from kvdepot.client.transfer import Operation, Origin, ShardSpec, Transfer
 from kvdepot.devices.blocks import BlockMemory, DeviceEvent

@@ -1,0 +1,153 @@
+"""One store, retrieve or comparison of a lane (client/lane.py): its blocks, its places, and how far it is.
+
+    WAITING      its event has not happened           nothing is asked of the server
+    READY        too many others are at the server    as above
+    ASKED        the server is placing its chunks
+    PLACED       it is copied, slice by slice         the server keeps its places until it is completed
+    COMPLETING   the server is told that no byte is copied any more
+    ENDED
+
+Its lane changes it, under the lane's lock; while a slice of it is copied, only the thread that copies does.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from kvdepot.client.copies import check_places, sums
+from kvdepot.devices.blocks import BlockMemory, CopyPiece, DeviceEvent
+from kvdepot.devices.comparison import compare
+from kvdepot.errors import BadRequest, ProtocolError
+from kvdepot.memory.extents import Ids, checksum
+from kvdepot.protocol import wire
+from kvdepot.protocol.keys import HASH_BYTES
+
+if TYPE_CHECKING:
+    from kvdepot.client.lane import LaneFuture
+    from kvdepot.memory.arena_view import ArenaView
+
+Copying: TypeAlias = wire.Store | wire.Retrieve | wire.Compare
+
+
+class BlockIds(NamedTuple):
+    """The blocks of one `wire.Shards`: of all its chunks, in order. A load does not write the first `skip` of them."""
+
+    ids: Ids
+    skip: int = 0
+
+    @classmethod
+    def unpack(cls, packed: bytes, skip: int = 0) -> BlockIds:
+        """From little-endian uint32."""
+        return cls(np.frombuffer(packed, "<u4").astype(np.intp), skip)
+
+
+class CopyPhase(enum.Enum):
+    """A stage of an operation; the table above says what it waits for."""
+
+    WAITING = enum.auto()
+    READY = enum.auto()
+    ASKED = enum.auto()
+    PLACED = enum.auto()
+    COMPLETING = enum.auto()
+    ENDED = enum.auto()
+
+
+AT_SERVER = {CopyPhase.ASKED, CopyPhase.PLACED, CopyPhase.COMPLETING}
+NEEDS_SERVER = {CopyPhase.READY, CopyPhase.ASKED, CopyPhase.COMPLETING}
+
+
+@dataclass(slots=True, eq=False)
+class CopyOperation:
+    request: Copying
+    blocks: BlockMemory
+    block_ids: Sequence[BlockIds]
+    event: DeviceEvent | None
+    future: LaneFuture[Any]
+    since: float
+    """When it entered its phase, or was last answered."""
+    phase: CopyPhase = CopyPhase.WAITING
+    is_void: bool = False  # no byte may be copied any more; its future ends, or has ended, with an error
+    placement: wire.Placement | None = None
+    pieces: list[CopyPiece] = field(default_factory=list)  # one per place, once the placement was checked
+    copied: int = 0  # pieces
+    sums: list[int] = field(default_factory=list)
+    differences: list[list[float]] = field(default_factory=list)
+    tries: int = 0  # of completing it
+    completion: wire.Complete | None = None
+
+    @property
+    def is_load(self) -> bool:
+        return isinstance(self.request, wire.Retrieve)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.request.shards[0].blocks * self.blocks.layout.block_bytes
+
+    def check(self) -> None:
+        """Raise BadRequest unless its blocks are those of its chunks, and registered; each is named once, but in parts
+        of a store that different requests ask for."""
+        shards, layout = self.request.shards, self.blocks.layout
+        if len(shards) != len(self.block_ids) or not shards:
+            raise BadRequest(f"block ids of {len(self.block_ids)} parts for {len(shards)} parts of requests")
+        used = []
+        for part, (ids, skip) in zip(shards, self.block_ids, strict=True):
+            chunks = len(part.hashes) // HASH_BYTES
+            if len(ids) != chunks * part.blocks or part.blocks != shards[0].blocks or not len(ids):
+                raise BadRequest(f"{len(ids)} block ids for {chunks} chunks of {part.blocks} blocks")
+            if ids.min() < 0 or ids.max() >= layout.num_blocks:
+                raise BadRequest(f"block ids {ids.min()} to {ids.max()} are not within {layout.num_blocks} blocks")
+            if not 0 <= skip < part.blocks or (skip and not self.is_load):
+                raise BadRequest(f"a {type(self.request).__name__} cannot skip {skip} of {part.blocks} blocks")
+            used.append(ids[skip:])
+            if len(np.unique(used[-1])) != len(used[-1]):
+                raise BadRequest(f"block ids of request {part.request[:64]!r} repeat")
+        if self.is_load and len(used) > 1:
+            together = np.concatenate(used)
+            if len(np.unique(together)) != len(together):
+                raise BadRequest("two requests retrieve into the same block")
+
+    def pieces_of(self, placement: wire.Placement) -> list[CopyPiece]:
+        """The blocks of each place. Raises ProtocolError for chunks that were not asked for."""
+        chunks, places = placement.chunks, placement.places
+        per_chunk = self.request.shards[0].blocks
+        ids = np.concatenate([each.ids for each in self.block_ids]).reshape(-1, per_chunk)
+        firsts = itertools.accumulate((len(each.ids) // per_chunk for each in self.block_ids), initial=0)
+        skips = dict(zip(firsts, (each.skip for each in self.block_ids), strict=False))
+        is_known = all(0 <= chunk < len(ids) for chunk in chunks) and len(set(chunks)) == len(chunks)
+        if len(places) != len(chunks) or not chunks or not is_known:
+            raise ProtocolError(f"the server has placed chunks {chunks[:8]} of {len(ids)} at {len(places)} places")
+        return [
+            CopyPiece(place.extents, ids[chunk], skips.get(chunk, 0))
+            for chunk, place in zip(chunks, places, strict=True)
+        ]
+
+    def copy_slice(self, view: ArenaView) -> None:
+        """Copy, or compare, as many of the next chunks as one slice has. view: the arena of its placement. Blocks.
+
+        Raises Unavailable if the server was replaced, ProtocolError for places that are none, DeviceError.
+        """
+        request, blocks, size, placement = self.request, self.blocks, self.chunk_bytes, self.placement
+        assert placement is not None
+        if not self.pieces:
+            check_places(view, placement, size)
+            self.pieces = self.pieces_of(placement)
+        start, end = self.copied, self.copied + max(1, blocks.task_bytes // size)
+        pieces, places = self.pieces[start:end], placement.places[start:end]
+        with view.use(extent for piece in pieces for extent in piece.extents):
+            if isinstance(request, wire.Compare):
+                found = compare(blocks, view, pieces, request.has_experts)
+                self.differences += found
+                self.sums += [
+                    checksum(view.bytes, place.extents, size) if place.is_summed and each != [0.0] else 0
+                    for place, each in zip(places, found, strict=True)
+                ]
+            else:
+                blocks.move(view, pieces, isinstance(request, wire.Store))
+                self.sums += sums(view, places, size)
+        self.copied += len(pieces)
