@@ -26,7 +26,7 @@ LIMIT = 4 * 2**-7 * math.sqrt(LAYERS)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
-@dataclass
+@dataclass(eq=False)
 class Arena:
     bytes: Bytes
 
