@@ -5,7 +5,8 @@ A worker's half with real tensors and a real server; vLLM's own sleep mode needs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from kvdepot.client.transfer import Transfer, pack_block_ids
+from kvdepot.devices.blocks import ArenaBytes, CopyPiece
+from kvdepot.devices.host import HostBlocks
 from kvdepot.integrations.vllm import worker as module
 from kvdepot.integrations.vllm.connector import KVDepotConnector
 from kvdepot.integrations.vllm.messages import Orders
@@ -112,24 +115,29 @@ def test_no_copy_touches_a_sleeping_engine_and_loads_fill_what_it_wakes_with(
     for name, tensor in worker.kv.items():
         assert torch.equal(tensor[5], before[name][1]) and torch.equal(tensor[3], before[name][2])
         assert not tensor[[0, 1, 2, 4, 6, 7]].any(), "other blocks were written"
-    assert not caplog.records
+    assert all(record.levelno < logging.WARNING for record in caplog.records)
 
 
-def test_copies_under_way_when_an_engine_falls_asleep_never_count_as_done(server: Depot, worker: Worker) -> None:
+def test_copies_under_way_when_an_engine_falls_asleep_never_count_as_done(
+    server: Depot, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SLEEP_S", 0.2)
     worker.transfer("kept", [1, 2])
     worker.ended()
     suspend(server.process.pid)
     worker.transfer("kept", [3, 4], loads=True)
     worker.transfer("late", [5, 6])
-    server.process.send_signal(18)  # SIGCONT
     worker.sleep()
+    server.process.send_signal(18)  # SIGCONT
     worker.transfer("asleep", [1, 2])
     worker.transfer("kept", [5, 7], loads=True)
     failed, _ = worker.ended()
     assert failed == {3, 4, 5, 7}
+    assert not any(tensor.any() for tensor in worker.kv.values()), "the memory that it wakes with"
     worker.connector.restore_kv_caches()
-    worker.transfer("asleep", [6, 7], loads=True)
-    assert worker.ended()[0] == {6, 7}, "nothing is stored while there is no memory"
+    for name in ("late", "asleep"):
+        worker.transfer(name, [6, 7], loads=True)
+        assert worker.ended()[0] == {6, 7}, "nothing is stored while there is no memory"
 
 
 @pytest.mark.parametrize("is_back", ["before it wakes", "after it woke"])
@@ -166,3 +174,23 @@ def test_an_engine_falls_asleep_although_its_server_hangs_and_says_so(
     eventually(lambda: registered(server) == 0)
     worker.connector.restore_kv_caches()
     assert registered(server) == 1
+
+
+def test_an_engine_whose_copies_are_wrong_once_it_wakes_stores_and_loads_nothing(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.transfer("kept", [1, 2])
+    worker.ended()
+    worker.sleep()
+    move = HostBlocks.move
+
+    def move_wrongly(blocks: HostBlocks, arena: ArenaBytes, pieces: Sequence[CopyPiece], is_store: bool) -> None:
+        move(blocks, arena, pieces, is_store)
+        arena.bytes[pieces[0].extents[0][0]] ^= is_store
+
+    monkeypatch.setattr(HostBlocks, "move", move_wrongly)
+    worker.connector.restore_kv_caches()
+    assert "woke up, but" in caplog.text and "the self-test of copies failed" in caplog.text
+    worker.transfer("kept", [3, 4], loads=True)
+    assert worker.ended() == ({3, 4}, 0)
+    assert "self-test" in worker.half.take_report(Orders()).fault, "so the scheduler looks nothing up any more"

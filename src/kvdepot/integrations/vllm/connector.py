@@ -314,6 +314,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         except (Unavailable, DeadlineExceeded) as exc:
             log.warning("woke up without a server; the KV is registered once one is available: %s", exc)
         except KVDepotError as exc:
+            self._worker.fault, self._worker.is_connected = str(exc), False
             log.error("woke up, but the KV cannot be registered again, so nothing is cached: %s", exc)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

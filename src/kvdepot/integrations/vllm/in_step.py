@@ -1,6 +1,6 @@
 """Small loads within the step that computes the rest of the prompt: workers copy the chunks from the arena themselves.
 
-Used by scheduler.py and worker.py. A load by the server costs a request one step, because vLLM schedules the request
+Used by scheduler.py and worker.py. A load by the lane costs a request one step, because vLLM schedules the request
 once the load has ended. vLLM can also load within a step, but cannot take that back once the next step is scheduled. So
 such a load must not fail. Invariant: once it is promised, nothing is asked of the server. A live one keeps the chunks
 for the request's session; and the scheduler uses their places in the arena (memory/arena_view.py) until the workers

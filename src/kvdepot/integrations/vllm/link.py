@@ -30,7 +30,7 @@ _LOOK_S = 0.05
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.001, 0.1
 """Between looks for an answer: a server that is there answers at once; for another, the engine's time is not wasted."""
 _REGISTER_S = 30.0
-"""A start waits this long for a server that has answered, and now maps the KV."""
+"""A start waits this long for a server that has answered, and to which the KV is being registered."""
 _PAUSE_S = 5.0
 """Between attempts after a failed one."""
 _WATCH_S, _SEEK_S = 0.25, 0.1
