@@ -242,7 +242,7 @@ class Waits:
         return set()
 
     def _written(self, request: wire.Lookup) -> set[tuple[int, bytes]]:
-        """Parts of a prompt that are being written, also behind chunks that have gone since the lookup began to wait."""
+        """Parts of a prompt that are being written, also behind chunks that have gone since a lookup began to wait."""
         keys = keys_in(request) + [tail.key for tail in request.tails]
         groups = self._server._asked_groups(request)
         return {(group.number, key) for group in groups for key in keys if self._is_written(group, key)}
