@@ -238,16 +238,24 @@ class SimLane(Lane):
 
     def _copy(self, operation: Any) -> None:
         done, blocks, placement = operation.copied, operation.blocks, operation.placement
-        super()._copy(operation)
-        if isinstance(operation.request, wire.Store):
-            name = placement.boot, self._sim.link.identity, placement.operation
-            self._sim.host.carried.setdefault(name, []).extend(blocks.moved)
-        if isinstance(operation.request, wire.Compare):
-            self._sim.host.world.counters["compared"] += 1
-            flips = self._sim.host.files[operation.placement.arena].flips if self._sim.host.files else set()
-            for piece, found in zip(operation.pieces[done:], operation.differences[done:], strict=True):
-                is_flipped = any(start <= at < start + size for start, size in piece.extents for at in flips)
-                assert found == [0.0] or is_flipped, "equal KV differs"
+        try:
+            super()._copy(operation)
+            if isinstance(operation.request, wire.Store):
+                name = placement.boot, self._sim.link.identity, placement.operation
+                self._sim.host.carried.setdefault(name, []).extend(blocks.moved)
+            elif isinstance(operation.request, wire.Compare):
+                self._check_equal(operation, done)
+        except AssertionError as exc:  # a lane fails the operation, whatever it is
+            self._process.fail(exc)
+            raise
+
+    def _check_equal(self, operation: Any, done: int) -> None:
+        self._sim.host.world.counters["compared"] += 1
+        file = self._sim.host.files.get(operation.placement.arena)
+        flips = file.flips if file is not None else set()
+        for piece, found in zip(operation.pieces[done:], operation.differences[done:], strict=True):
+            is_flipped = any(start <= at < start + size for start, size in piece.extents for at in flips)
+            assert found == [0.0] or is_flipped, "equal KV differs"
 
     def close(self) -> bool:
         with self._changed:

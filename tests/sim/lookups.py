@@ -180,7 +180,7 @@ class Waits:
             return
         coming = self._coming(request)
         if waited_s >= STORE_S - _SLACK_S:
-            self._late |= coming  # also while a removal goes on, for the lookups after it
+            self._late |= self._written(request)  # also while a removal goes on, for the lookups after it
         if server.depot.removals or roomless:
             return
         server.world.counters["lookup_awaited_store"] += waited_s > 0 and value > 0
@@ -194,7 +194,7 @@ class Waits:
         """Lookups are about to be overdue; those of leases get no answer here."""
         for pending in self._server.depot.sessions._waiting._parts:
             if pending.lease is not None and pending.store_deadline <= self._server.world.now:
-                self._late |= self._coming(pending.lookup)
+                self._late |= self._written(pending.lookup)
 
     def storing(self, client: Client) -> set[tuple[int, bytes]]:
         """The parts that a client is storing."""
@@ -240,6 +240,12 @@ class Waits:
             if len(written) + sum(part is not None and is_there(part) for part in parts) == len(groups):
                 return written  # none if it is there already
         return set()
+
+    def _written(self, request: wire.Lookup) -> set[tuple[int, bytes]]:
+        """Parts of a prompt that are being written, also behind chunks that have gone since a lookup began to wait."""
+        keys = keys_in(request) + [tail.key for tail in request.tails]
+        groups = self._server._asked_groups(request)
+        return {(group.number, key) for group in groups for key in keys if self._is_written(group, key)}
 
     def _is_written(self, group: Namespace, key: bytes) -> bool:
         chunk = group.chunks.get(key)

@@ -145,6 +145,10 @@ class Process:
         if self._killed and self.is_current():
             raise Killed
 
+    def fail(self, failure: BaseException) -> None:
+        """Have the world raise this when the process next blocks: what it runs may catch everything."""
+        self._failure = self._failure or failure
+
     def is_current(self) -> bool:
         """Whether the calling thread is this process's."""
         return threading.current_thread() is self._thread
@@ -178,8 +182,9 @@ class Process:
     def _resume(self) -> None:
         self._go.release()
         self._back.acquire()
-        if self._failure is not None:
-            raise self._failure
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def poke(self) -> None:
         """Check its condition now."""
