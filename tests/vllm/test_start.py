@@ -231,7 +231,7 @@ def arenas() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
-def test_with_an_arena_in_another_folder_a_small_shm_is_enough_and_empty_after_the_stop(
+def test_a_small_shm_is_enough_beside_another_arena_folder_and_left_empty(
     arenas: Path, start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

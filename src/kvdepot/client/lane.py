@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from kvdepot.client.connection import CHECK_S
 from kvdepot.client.copies import BUSY_S, COMPLETE_TRIES, Arenas, give_back, read_placement
 from kvdepot.client.device_events import EVENT_S, happened
-from kvdepot.client.operations import AT_SERVER, NEEDS_SERVER, BlockIds, Copying, CopyOperation, CopyPhase
+from kvdepot.client.operations import AT_SERVER, NEEDS_SERVER, BlockIds, Copying, CopyPhase, LaneOperation
 from kvdepot.client.socket import Client, MessagingFuture
 from kvdepot.devices.blocks import BlockMemory, DeviceEvent
 from kvdepot.errors import (
@@ -93,16 +93,16 @@ class Lane:
         self._changed = threading.Condition(threading.Lock())  # an operation has ended, or a slice was copied
         # What follows is guarded by that lock, but for `_answers`.
         self._memories: dict[int, BlockMemory] = {}  # by instance
-        self._live: dict[LaneFuture[Any], CopyOperation] = {}
-        self._waiting: list[CopyOperation] = []
-        self._ready: dict[bool, deque[CopyOperation]] = {True: deque(), False: deque()}  # loads, and all others
-        self._placed: dict[bool, deque[CopyOperation]] = {True: deque(), False: deque()}
+        self._live: dict[MessagingFuture[Any], LaneOperation] = {}
+        self._waiting: list[LaneOperation] = []
+        self._ready: dict[bool, deque[LaneOperation]] = {True: deque(), False: deque()}  # loads, and all others
+        self._placed: dict[bool, deque[LaneOperation]] = {True: deque(), False: deque()}
         self._at_server: Counter[bool] = Counter()
-        self._copying: CopyOperation | None = None  # of which a slice is being copied
-        self._refused: list[CopyOperation] = []  # whose completion the server was too busy for
+        self._copying: LaneOperation | None = None  # of which a slice is being copied
+        self._refused: list[LaneOperation] = []  # whose completion the server was too busy for
         self._closed: KVDepotError | None = None
         self._thread: threading.Thread | None = None
-        self._answers: deque[tuple[CopyOperation, object]] = deque()
+        self._answers: deque[tuple[LaneOperation, object]] = deque()
         self._wake_fd = -1
         self._ended = threading.Event()  # the thread has: two threads must not join one in CPython 3.11
         self._following: set[tuple[int, tuple[str, bytes]]] = set()  # memories, and the arena that each follows
@@ -183,7 +183,7 @@ class Lane:
 
     def _operation(
         self, request: Copying, block_ids: Sequence[BlockIds], event: DeviceEvent | None, future: LaneFuture[Any]
-    ) -> CopyOperation:
+    ) -> LaneOperation:
         if self._closed is not None:
             raise self._closed
         blocks = self._memories.get(request.instance)
@@ -191,7 +191,7 @@ class Lane:
             raise UnknownInstance(f"no KV tensors are registered as instance {request.instance}")
         if len(self._live) - self._at_server.total() >= _MOST_WAITING:
             raise Busy(f"{_MOST_WAITING} copies already wait for their events or for the server")
-        operation = CopyOperation(request, blocks, block_ids, event, future, self._clock())
+        operation = LaneOperation(request, blocks, block_ids, event, future, self._clock())
         operation.check()
         return operation
 
@@ -250,7 +250,7 @@ class Lane:
 
     # -- changes of an operation; the lock is held
 
-    def _make_ready(self, operation: CopyOperation) -> None:
+    def _make_ready(self, operation: LaneOperation) -> None:
         operation.phase, operation.since = CopyPhase.READY, self._clock()
         self._ready[operation.is_load].append(operation)
 
@@ -268,7 +268,7 @@ class Lane:
                     any_asked = True
         return any_asked
 
-    def _heard(self, operation: CopyOperation, value: object) -> None:
+    def _heard(self, operation: LaneOperation, value: object) -> None:
         """An answer has come; under the client's lock, on whichever thread has read it."""
         self._answers.append((operation, value))
         if threading.current_thread() is not self._thread:
@@ -286,7 +286,7 @@ class Lane:
                 self._completed(operation, value)
         return any_taken
 
-    def _answered(self, operation: CopyOperation, value: object) -> None:
+    def _answered(self, operation: LaneOperation, value: object) -> None:
         try:
             placement = read_placement(value)
         except ProtocolError as exc:
@@ -300,12 +300,12 @@ class Lane:
         else:
             self._placed[operation.is_load].append(operation)
 
-    def _complete(self, operation: CopyOperation, message: wire.Complete) -> None:
+    def _complete(self, operation: LaneOperation, message: wire.Complete) -> None:
         operation.phase, operation.since, operation.completion = CopyPhase.COMPLETING, self._clock(), message
         operation.tries += 1
         self._client.ask_then(message, partial(self._heard, operation), None)
 
-    def _completed(self, operation: CopyOperation, value: object) -> None:
+    def _completed(self, operation: LaneOperation, value: object) -> None:
         if isinstance(value, Busy) and operation.tries < COMPLETE_TRIES:
             self._refused.append(operation)  # the server keeps what it has placed until it hears this
             return
@@ -316,7 +316,7 @@ class Lane:
                 value = False
         self._end(operation, value)
 
-    def _end(self, operation: CopyOperation, value: object) -> None:
+    def _end(self, operation: LaneOperation, value: object) -> None:
         """It is over. value: of its future, unless that has ended before."""
         if operation.phase in AT_SERVER:
             self._at_server[operation.is_load] -= 1
@@ -329,7 +329,7 @@ class Lane:
             operation.future._finish(ProtocolError(f"the server's answer {value!r:.80} was not understood: {exc!r}"))
         self._changed.notify_all()
 
-    def _void(self, operation: CopyOperation, error: KVDepotError) -> None:
+    def _void(self, operation: LaneOperation, error: KVDepotError) -> None:
         """Copy nothing of it any more. Its future ends at once, or with the slice that is being copied."""
         operation.is_void = True
         if operation is self._copying:
@@ -437,7 +437,7 @@ class Lane:
                 self._complete(operation, operation.completion)
         return len(self._refused) < len(refused)
 
-    def _next_placed(self) -> CopyOperation | None:
+    def _next_placed(self) -> LaneOperation | None:
         for placed in (self._placed[True], self._placed[False]):
             while placed:
                 if placed[0].phase is CopyPhase.PLACED:
@@ -476,7 +476,7 @@ class Lane:
                 blocks.follow(view)
             self._following = {(id(each), arena) for each in memories}
 
-    def _copy_slice(self, operation: CopyOperation) -> None:
+    def _copy_slice(self, operation: LaneOperation) -> None:
         """Copy as much of an operation as one slice has, and complete it after the last."""
         error: KVDepotError | None = None
         try:
@@ -501,7 +501,7 @@ class Lane:
                 self._complete(operation, message)
             self._changed.notify_all()
 
-    def _copy(self, operation: CopyOperation) -> None:
+    def _copy(self, operation: LaneOperation) -> None:
         placement = operation.placement
         assert placement is not None
         operation.copy_slice(self.arenas.of(placement.arena, placement.boot))

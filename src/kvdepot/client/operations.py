@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from kvdepot.client.copies import check_places, sums
+from kvdepot.client.socket import MessagingFuture
 from kvdepot.devices.blocks import BlockMemory, CopyPiece, DeviceEvent
 from kvdepot.devices.comparison import compare
 from kvdepot.errors import BadRequest, ProtocolError
@@ -29,7 +30,6 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 
 if TYPE_CHECKING:
-    from kvdepot.client.lane import LaneFuture
     from kvdepot.memory.arena_view import ArenaView
 
 Copying: TypeAlias = wire.Store | wire.Retrieve | wire.Compare
@@ -63,12 +63,12 @@ NEEDS_SERVER = {CopyPhase.READY, CopyPhase.ASKED, CopyPhase.COMPLETING}
 
 
 @dataclass(slots=True, eq=False)
-class CopyOperation:
+class LaneOperation:
     request: Copying
     blocks: BlockMemory
     block_ids: Sequence[BlockIds]
     event: DeviceEvent | None
-    future: LaneFuture[Any]
+    future: MessagingFuture[Any]
     since: float
     """When it entered its phase, or was last answered."""
     phase: CopyPhase = CopyPhase.WAITING
