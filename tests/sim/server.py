@@ -393,7 +393,10 @@ class Server(Checks, Harness):
         asked, counters = (identity, request.operation), self.world.counters
         is_twice, is_late = asked in self._completed, request.boot != self.boot
         before = self._carried_counts()
+        usable = [tier for tier in self.depot.tiering._tiers if tier.breaker.usable]
+        dropped = sum(tier.counters["dropped_chunks"] for tier in usable)
         Harness.deliver(self, identity, frame)
+        counters["queue_full"] += sum(tier.counters["dropped_chunks"] for tier in usable) > dropped
         self.host.carried.pop((request.boot, *asked), None)
         counters["completed_twice"] += is_twice
         counters["completed_at_a_successor"] += is_late
@@ -528,11 +531,8 @@ class Server(Checks, Harness):
         if self.closing:
             return
         self.doing = None
-        usable = [tier for tier in self.depot.tiering._tiers if tier.breaker.usable]
-        before = sum(tier.counters["dropped_chunks"] for tier in usable)
         is_allocated = all(self.ensure(*extent) for extents in task.extents for extent in extents)
         self.finished(task.token, Prepared(is_allocated))
-        self.world.counters["queue_full"] += sum(tier.counters["dropped_chunks"] for tier in usable) > before
         self._check()
 
     def copying(self) -> list[bool]:
