@@ -6,19 +6,18 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvdepot.client import MessageQueueClient, admin
+from kvdepot.client.copies import Arenas, carry, read_placement
 from kvdepot.errors import ConfigError
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.protocol import wire
-from kvdepot.protocol.layout import Layout, Mapping, Segment
-from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
+from kvdepot.protocol.layout import BlockFormat
+from tests.conftest import HANG_S, Depot, StartDepot, eventually
 
 pytestmark = pytest.mark.faults
 
@@ -26,24 +25,16 @@ BLOCK_BYTES = 512
 CHUNKS = 5
 
 
-@pytest.fixture
-def tensors() -> Iterator[Path]:
-    path = SHM / f"kvtest-{secrets.token_hex(6)}"
-    path.write_bytes(bytes(CHUNKS * BLOCK_BYTES))
-    path.chmod(0o600)
-    yield path
-    path.unlink()
-
-
-def fill(client: MessageQueueClient, tensors: Path, model: str, instance: int, chunk_tokens: int = 0) -> bytes:
-    """Store a prompt; return its keys."""
-    layout = Layout(
-        [Mapping(tensors.name, CHUNKS * BLOCK_BYTES)], [Segment(0, 0, BLOCK_BYTES, BLOCK_BYTES)], CHUNKS, bytes(32)
-    )
-    assert client.ask(wire.Register(instance, layout, model, 1, 0, 1, chunk_tokens)).result(HANG_S) is None
+def fill(client: MessageQueueClient, model: str, instance: int, chunk_tokens: int = 0) -> bytes:
+    """Store a prompt of whatever bytes; return its keys."""
+    formed = BlockFormat(bytes(32), BLOCK_BYTES)
+    assert client.ask(wire.Register(instance, formed, model, 1, 0, 1, chunk_tokens)).result(HANG_S) is None
     hashes = secrets.token_bytes(HASH_BYTES * CHUNKS)
-    part = wire.Shards("r", model, 1, 0, ROOT, 0, hashes, np.arange(CHUNKS, dtype="<u4").tobytes(), 0)
-    assert client.ask(wire.Store(instance, 1, [part])).result(HANG_S) is True
+    part = wire.Shards("r", model, 1, 0, ROOT, 0, hashes, 1)
+    placed = read_placement(client.ask(wire.Store(instance, [part])).result(HANG_S))
+    assert placed is not None
+    view = Arenas(client.arena_dir).of(placed.arena, placed.boot)
+    assert client.ask(carry(view, placed, BLOCK_BYTES, lambda view: None)).result(HANG_S) is True
     return hashes
 
 
@@ -55,12 +46,12 @@ def objects(depot: Depot) -> int:
     return int(depot.status()["tiers"][0]["counters"].get("saved_chunks", 0))
 
 
-def test_prompts_have_the_chunk_size_of_running_engines(start_depot: StartDepot, tensors: Path, tmp_path: Path) -> None:
+def test_prompts_have_the_chunk_size_of_running_engines(start_depot: StartDepot, tmp_path: Path) -> None:
     depot, file = start_depot(), tmp_path / "tokens"
     file.write_text(" ".join(map(str, range(256))))
     with closing(MessageQueueClient(depot.url, depot.context)) as client:
         for chunk_tokens in (256, 64):
-            fill(client, tensors, "m", chunk_tokens, chunk_tokens)
+            fill(client, "m", chunk_tokens, chunk_tokens)
         with pytest.raises(ConfigError, match="registered in 2 shapes"):
             admin.read_prompt(client, str(file), None, "m", "")
         client.ask(wire.Unregister(256)).result(HANG_S)
@@ -68,11 +59,11 @@ def test_prompts_have_the_chunk_size_of_running_engines(start_depot: StartDepot,
 
 
 def test_to_reset_forgets_the_model_in_memory_and_tiers_and_no_other(
-    start_depot: StartDepot, tensors: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    start_depot: StartDepot, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     depot = start_depot("--tiers", f"disk://{tmp_path}/tier?capacity_gib=1")
     with closing(MessageQueueClient(depot.url, depot.context)) as client:
-        gone, kept = fill(client, tensors, "model@1", 1), fill(client, tensors, "model@2", 2)
+        gone, kept = fill(client, "model@1", 1), fill(client, "model@2", 2)
         eventually(lambda: objects(depot) == 2 * CHUNKS)
         assert admin.reset(client, "model@1") is True
         # Neither memory nor, where a lookup looks next, the tier has it.
@@ -81,12 +72,10 @@ def test_to_reset_forgets_the_model_in_memory_and_tiers_and_no_other(
         assert not caplog.records
 
 
-def test_to_reset_says_where_a_tier_cannot_be_told(
-    start_depot: StartDepot, tensors: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_to_reset_says_where_a_tier_cannot_be_told(start_depot: StartDepot, caplog: pytest.LogCaptureFixture) -> None:
     depot = start_depot("--tiers", "redis://127.0.0.1:1")
     with closing(MessageQueueClient(depot.url, depot.context)) as client:
-        hashes = fill(client, tensors, "model@1", 1)
+        hashes = fill(client, "model@1", 1)
         assert admin.reset(client, "model@1") is False
         (line,) = caplog.messages
         assert line.startswith("chunks of model@1 may remain stored: redis://127.0.0.1:1: not forgotten:")
@@ -95,12 +84,12 @@ def test_to_reset_says_where_a_tier_cannot_be_told(
 
 @pytest.mark.parametrize("how", ["killed", "gone before"])
 def test_to_reset_without_a_server_says_that_something_may_be_left(
-    start_depot: StartDepot, tensors: Path, caplog: pytest.LogCaptureFixture, how: str
+    start_depot: StartDepot, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     depot = start_depot()
     caplog.set_level(logging.WARNING, "kvdepot.client.admin")
     with closing(MessageQueueClient(depot.url, depot.context)) as client:
-        fill(client, tensors, "model@1", 1)
+        fill(client, "model@1", 1)
         depot.process.send_signal(signal.SIGKILL)
         if how == "gone before":
             depot.process.wait(HANG_S)
@@ -109,11 +98,11 @@ def test_to_reset_without_a_server_says_that_something_may_be_left(
 
 
 def test_a_drop_removes_a_prompts_end_from_memory_and_tiers_and_no_other(
-    start_depot: StartDepot, tensors: Path, tmp_path: Path
+    start_depot: StartDepot, tmp_path: Path
 ) -> None:
     depot = start_depot("--tiers", f"disk://{tmp_path}/tier?capacity_gib=1")
     with closing(MessageQueueClient(depot.url, depot.context)) as client:
-        gone, kept = fill(client, tensors, "model@1", 1), fill(client, tensors, "model@2", 2)
+        gone, kept = fill(client, "model@1", 1), fill(client, "model@2", 2)
         eventually(lambda: objects(depot) == 2 * CHUNKS)
         prompt = admin.make_prompt(client, [], gone, "model@1", "")
         keys = [gone[start : start + HASH_BYTES].hex() for start in range(0, len(gone), HASH_BYTES)]
