@@ -1,15 +1,16 @@
 """Stores and retrieves through the worker adapter, beside one thread that copies the same bytes with numpy.
 
-The time is that from `submit_*` until `get_finished` reports it, as an engine sees it. The lower bound for shuffled
-block ids is `np.take` of the same blocks, for adjacent ones a contiguous copy of the same size; each is measured right
-before its pair. Chunks are cleared in between, so every store moves all its bytes; all pages of the arena are
-allocated.
+One thread of the worker, its lane, copies between the engine's blocks and the arena; once, the server's threads did, so
+older figures of two copy threads have no successor. The time is that from `submit_*` until `get_finished` reports it,
+as an engine sees it. The lower bound for shuffled block ids is `np.take` of the same blocks, for adjacent ones a
+contiguous copy of the same size; each is measured right before its pair. Chunks are cleared in between, so every store
+moves all its bytes; all pages of the arena are allocated.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from common import Scale, Serve, say
 from report import Figure, at_least
 
 from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp, RequestType, send_lmcache_request
+from kvdepot.client.worker import Submitted
 
 __all__ = ["Engine", "make_caches", "run", "side_by_side"]
 
@@ -31,26 +33,24 @@ _DEADLINE_S = 60.0
 
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
-    """Figures for one and two copy threads."""
+    """Figures of one worker, and of what checksums cost it."""
     say("copies: filling the engine's KV")
     caches = make_caches(scale)
     engine = Engine(scale, caches)
     context: zmq.Context[Any] = zmq.Context()
-    figures: list[Figure] = []
-    for threads in (1, 2):
-        say(f"copies: {threads} copy thread(s), waiting for the arena to have its memory")
-        server = Serve("--copy-threads", str(threads), arena_gib=scale.copy_arena_gib)
-        worker = None
-        try:
-            server.wait_populated(context)
-            worker = LMCacheMPWorkerAdapter(server.url, context, "bench", 1, 0, BLOCK_TOKENS)
-            worker.register_kv_caches(caches)
-            say(f"copies: {threads} copy thread(s), measuring")
-            figures += engine.measure(worker, threads)
-        finally:
-            if worker is not None:
-                worker.shutdown()
-            server.close()
+    say("copies: waiting for the arena to have its memory")
+    server = Serve(arena_gib=scale.copy_arena_gib)
+    worker = None
+    try:
+        server.wait_populated(context)
+        worker = LMCacheMPWorkerAdapter(server.url, context, "bench", 1, 0, BLOCK_TOKENS)
+        worker.register_kv_caches(caches)
+        say("copies: measuring")
+        figures = engine.measure(worker)
+    finally:
+        if worker is not None:
+            worker.shutdown()
+        server.close()
     figures += _verified(scale, engine, context, caches)
     context.term()
     return figures
@@ -114,7 +114,7 @@ class Engine:
         self._source: Bytes = np.ones(scale.layers * most * self.block_bytes, np.uint8)
         self._target: Bytes = np.ones(scale.layers * most * self.block_bytes, np.uint8)
 
-    def measure(self, worker: LMCacheMPWorkerAdapter, threads: int) -> list[Figure]:
+    def measure(self, worker: LMCacheMPWorkerAdapter) -> list[Figure]:
         layers = [t.view(torch.uint8).numpy().reshape(self._scale.blocks, -1) for t in self._caches.values()]
         gained: dict[tuple[int, str, str], list[float]] = {}
         for number in range(-1, self._scale.copy_runs):  # the first warms everything up
@@ -134,10 +134,10 @@ class Engine:
                             gained.setdefault((tokens, order, what), []).append(size / seconds / 1e9)
                     send_lmcache_request(worker.mq_client, RequestType.CLEAR, []).result()
         figures = []
-        for order, bar in (("shuffled", 0.85 if threads == 1 else 1.5), ("adjacent", 0.80)):
+        for order, bar in (("shuffled", 0.85), ("adjacent", 0.80)):
             for what in ("store", "retrieve"):
                 for tokens, name in zip(self._scale.copy_tokens, ("2k", "8k"), strict=True):
-                    title = f"{what} {name} tokens, {order} blocks, {threads} copy thread{'s' * (threads > 1)}"
+                    title = f"{what} {name} tokens, {order} blocks, 1 copy thread"
                     values, floors = gained[tokens, order, what], gained[tokens, order, "floor"]
                     figures.append(at_least(title, "GB/s", values, floors, bar))
         return figures
@@ -190,24 +190,26 @@ class Engine:
         worker.submit_store_request(request, op, None)
         stored, _ = worker.get_finished({request})
         if not stored:
-            _until(worker, lambda: worker.get_finished(set())[0], request)
+            _until_done(worker, worker.store_futures[request])
+            stored, _ = worker.get_finished(set())
         seconds = time.perf_counter() - begun
-        if worker.counters["stores_dropped"]:
-            raise RuntimeError("the depot dropped a store")
+        if stored != {request} or worker.counters["stores_dropped"]:
+            raise RuntimeError("a store was dropped")
         return seconds
 
     def _retrieve(self, worker: LMCacheMPWorkerAdapter, request: str, ids: list[int], blocks: Ids) -> float:
         op = LoadStoreOp(blocks.tolist(), token_ids=ids, start=0, end=len(ids))
         begun = time.perf_counter()
         worker.submit_retrieve_request(request, op, None)
-        _until(worker, lambda: worker.get_finished(set())[1], request)
+        _until_done(worker, worker.retrieve_futures[request])
+        _, retrieved = worker.get_finished(set())
         seconds = time.perf_counter() - begun
-        if worker.get_block_ids_with_load_errors():
+        if retrieved != {request} or worker.get_block_ids_with_load_errors():
             raise RuntimeError("a retrieve failed")
         return seconds
 
 
-def _until(worker: LMCacheMPWorkerAdapter, look: Callable[[], set[str] | None], request: str) -> None:
-    """Sleep on the socket between polls, like an idle engine, because a busy loop would take a core from the copies."""
-    if not worker.mq_client.wait(lambda: request in (look() or ()), _DEADLINE_S):
-        raise TimeoutError(f"{request} did not finish")
+def _until_done(worker: LMCacheMPWorkerAdapter, submitted: Sequence[Submitted[Any]]) -> None:
+    """Sleep until they have ended: a busy loop would take the GIL from the thread that copies."""
+    if not worker.lane.wait(lambda: all(each.done() for each in submitted), _DEADLINE_S):
+        raise TimeoutError("a copy did not end")

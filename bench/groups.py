@@ -15,10 +15,10 @@ from common import Scale, Serve, say
 from report import Figure, at_most
 
 from kvdepot.client import Client
-from kvdepot.client.contract import wrap_kv_caches
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
 from kvdepot.client.transfer import GroupSpec, ShardSpec, Transfer, pack_block_ids
 from kvdepot.client.worker import WorkerClient
+from kvdepot.devices import describe, open_blocks
 from kvdepot.keys import ChunkChain
 from kvdepot.protocol.layout import build_layout
 
@@ -68,9 +68,10 @@ class _Model:
         self._scheduler = SchedulerClient(Client(url, context), spec)
         self._worker = WorkerClient(Client(url, context), spec, unpins=False)
         blocks = max(_NAMES.values())
-        caches = {f"layer.{i}": torch.zeros((blocks, _CHUNK_TOKENS, 4), dtype=torch.uint8) for i in range(len(reaches))}
-        layouts = [build_layout([h.view for h in wrap_kv_caches({k: v})], [0]) for k, v in caches.items()]
-        self._worker.register(layouts, caches)
+        caches = [torch.zeros((blocks, _CHUNK_TOKENS, 4), dtype=torch.uint8) for _ in reaches]
+        layouts = [build_layout([describe(cache, f"layer.{i}")], [0]) for i, cache in enumerate(caches)]
+        memories = [open_blocks(layout, [cache]) for layout, cache in zip(layouts, caches, strict=True)]
+        self._worker.register(layouts, memories)
 
     def store(self, chain: ChunkChain) -> None:
         blocks = pack_block_ids(list(range(len(chain))))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 
 from common import Scale, say
-from kvdepot.devices.cpu import HostTensors
 from report import Figure, at_least
 
 from kvdepot.config import Config
@@ -34,7 +33,7 @@ class _Alive:
     """The liveness file of a client that lives."""
 
     name = "alive"
-    fence = 0
+    secret = bytes(16)
 
     def is_alive(self) -> bool:
         return True
@@ -68,7 +67,7 @@ class _Core:
         pages = 2 * leases + _PROMPTS * _CHUNKS
         index = Index(Allocator(0, pages * PAGE), POLICIES["lru"])
         config = Config(url="ipc:///nowhere", chunk_size=256)
-        self.depot = Depot(config, index, HostTensors.open)
+        self.depot = Depot(config, index)
         self.depot.tick(0.0, 1000.0)
         self.depot.welcome(_CLIENT, _Alive())
         self._index = index

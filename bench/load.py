@@ -17,7 +17,6 @@ import contextlib
 import hashlib
 import json
 import math
-import mmap
 import os
 import secrets
 import select
@@ -29,21 +28,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from kvdepot.cli.connect import connect
 from kvdepot.cli.options import Address
-from kvdepot.cli.output import clean, count, duration, print_json, progress, size
+from kvdepot.cli.output import clean, count, duration, print_json, progress
 from kvdepot.client import admin
 from kvdepot.client.socket import MessagingFuture
 from kvdepot.client.transfer import PromptChunks, ShardSpec, Transfer, pack_block_ids
 from kvdepot.client.worker import WorkerClient
 from kvdepot.config import default_key
+from kvdepot.devices.host import HostBlocks
 from kvdepot.errors import ConfigError, KVDepotError, Unavailable
-from kvdepot.memory.shm import shm_path
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ROOT
 from kvdepot.protocol.layout import Layout, Mapping, Segment
-from kvdepot.values import parse_size
+from kvdepot.values import parse_size, size
 
 KINDS = ("store", "lookup", "retrieve")
 """In this order, because the others find what is stored."""
@@ -226,7 +226,7 @@ class _Client:
 
     def _store(self, transfer: Transfer) -> bool:
         submitted = self._worker.submit_store([transfer.request_id], [transfer], None)
-        self._worker.client.wait(submitted.done, _ANSWER_S)
+        self._worker.lane.wait(submitted.done, _ANSWER_S)
         answer = submitted.outcome() if submitted.done() else [False]
         self._worker.poll({transfer.request_id})
         return answer == [True]
@@ -242,8 +242,8 @@ class _Client:
     def _retrieve(self, transfer: Transfer) -> bool:
         worker = self._worker
         worker.submit_retrieve([transfer.request_id], [transfer], None)
-        worker.client.wait(lambda: bool(worker.poll(set()).retrieved), _ANSWER_S)
-        return not worker.take_failed_blocks()
+        worker.wait_any(_ANSWER_S)
+        return bool(worker.poll(set()).retrieved) and not worker.take_failed_blocks()
 
 
 @contextmanager
@@ -251,23 +251,17 @@ def _worker(plan: Plan) -> Iterator[WorkerClient]:
     """A worker whose tensors are one prompt's blocks, of random bytes."""
     block = plan.chunk_bytes // BLOCKS
     size = plan.chunks * plan.chunk_bytes
-    name = f"kvdepot-bench-{os.getpid()}-{secrets.token_hex(4)}"
-    path = shm_path(name)
+    layout = Layout(
+        [Mapping("prompt", size)],
+        [Segment(0, 0, block, block)],
+        plan.chunks * BLOCKS,
+        hashlib.blake2b(b"kvdepot bench %d" % plan.chunk_bytes, digest_size=32).digest(),
+    )
+    memory = np.resize(np.frombuffer(os.urandom(min(size, 1 << 20)), np.uint8), size)
     with admin.connect(plan.url, plan.key) as client:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        worker = WorkerClient(client, ShardSpec(plan.model, 1, 0, client.chunk_size, BLOCKS))
         try:
-            os.posix_fallocate(descriptor, 0, size)
-            with mmap.mmap(descriptor, size) as memory:
-                memory[:] = os.urandom(min(size, 1 << 20)).ljust(size, b"\1")
-            spec = ShardSpec(plan.model, 1, 0, client.chunk_size, BLOCKS)
-            worker = WorkerClient(client, spec)
-            fingerprint = hashlib.blake2b(b"kvdepot bench %d" % plan.chunk_bytes, digest_size=32).digest()
-            blocks = plan.chunks * BLOCKS
-            worker.register([Layout([Mapping(name, size)], [Segment(0, 0, block, block)], blocks, fingerprint)])
-        finally:
-            os.close(descriptor)
-            path.unlink()  # the server has mapped it; so nothing is left, however this process ends
-        try:
+            worker.register([layout], [HostBlocks(layout, {"prompt": memory})])
             yield worker
         finally:
             worker.close()
