@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 43_495,
-    "test lines": 52_173,
+    "source lines": 42_509,
+    "test lines": 50_579,
     "functions with more than 5 parameters": 13,
     "boolean parameters": 65,
     "Any": 97,
