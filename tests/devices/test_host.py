@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from kvdepot.devices import describe
@@ -64,5 +65,28 @@ def test_layers_of_equal_tensors_are_one_stack_and_others_are_not() -> None:
     layout = build_layout(views, [1, 1, 1, 0, 0])
     storages = zip(views[2:], [pool, *others], strict=True)
     memories = {view.mapping: storage.numpy().reshape(-1) for view, storage in storages}
-    stacks = HostBlocks(layout, memories)._stacks
+    stacks = HostBlocks(layout, memories)._whole.stacks
     assert [stack.planes.shape for stack in stacks] == [(3, 2, 9, 4096), (1, 1, 9, 512), (1, 1, 9, 4096)]
+
+
+@pytest.mark.parametrize(("chunks", "rows"), [(64, 33), (3, 640)])
+def test_a_large_copy_that_two_threads_share_moves_each_chunk_to_its_place(chunks: int, rows: int) -> None:
+    size = 2 * rows * PAGE  # above the size from which on they share it
+    random = np.random.default_rng(5)
+    kv = random.integers(0, 256, chunks * size, np.uint8)
+    half = len(kv) // 2
+    segments = [Segment(0, 0, PAGE, PAGE), Segment(0, half, PAGE, PAGE)]
+    layout = Layout([Mapping("kv", len(kv))], segments, chunks * rows, bytes(32))
+    blocks, arena = HostBlocks(layout, {"kv": kv}), Memory(2 * chunks * rows)
+    order = random.permutation(chunks)
+    ids = [np.arange(rows * chunk, rows * (chunk + 1)) for chunk in order]
+    pieces = [CopyPiece(((at * size, size),), each) for at, each in enumerate(ids)]
+    blocks.move(arena, pieces, is_store=True)
+    parts = kv.reshape(2, chunks, -1)[:, order]
+    assert (arena.bytes.reshape(chunks, 2, -1) == parts.transpose(1, 0, 2)).all()
+    before = kv.copy()
+    kv[:] = 0
+    blocks.move(arena, pieces, is_store=False)
+    assert (kv == before).all()
+    blocks.close()
+    blocks.close()
