@@ -216,7 +216,7 @@ def test_an_engine_whose_copies_fail_their_test_runs_uncached_and_says_why_once(
     assert found["faulty_engines"] == 1
     (fault,) = [each["fault"] for each in found["engines"] if each["fault"]]
     assert "the self-test of copies failed: KV cache group 0 on cpu: a store into" in fault
-    (warning,) = [line for line in engine.logged().splitlines() if "WARNING" in line and "kvdepot" in line]
+    (warning,) = [line for line in engine.logged().splitlines() if "WARNING" in line and "kvdepot: " in line]
     assert f"this engine runs without a cache: {fault}" in warning
     engine.stop()
     eventually(lambda: nothing_is_held(depot.status()))
