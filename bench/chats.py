@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,10 +19,10 @@ from typing import Any
 import numpy as np
 import zmq
 from common import Scale, Serve, say, transfer_config
-from comparison.engine import CONFIG, Engine, kv_bytes, write_model
+from comparison.engine import CONFIG, Batch, Engine, kv_bytes, write_model
 from report import Figure, at_most
 
-__all__ = ["BLOCKS", "MODEL", "Outcome", "converse", "run"]
+__all__ = ["BLOCKS", "MODEL", "Outcome", "Restarting", "converse", "run"]
 
 MODEL: dict[str, Any] = {**CONFIG, "num_key_value_heads": 4}
 BLOCKS = 190
@@ -42,14 +41,14 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="kvdepot-bench-") as name:
         folder = write_model(Path(name), MODEL)
         say("chats: a server that is not killed")
-        with _Restarting() as server, Engine(folder, transfer_config(server.url), BLOCKS) as engine:
+        with Restarting() as server, Engine(folder, transfer_config(server.url), BLOCKS) as engine:
             undisturbed = converse(engine, scale.chats, scale.turns)
         say("chats: a server that is killed as each turn's prompts arrive")
-        with _Restarting() as server, Engine(folder, transfer_config(server.url), BLOCKS) as engine:
+        with Restarting() as server, Engine(folder, transfer_config(server.url), BLOCKS) as engine:
             arriving = converse(engine, scale.chats, scale.turns, server.restart)
         say(f"chats: a server that is killed every {_KILL_EVERY_S:g} s")
         with (
-            _Restarting() as server,
+            Restarting() as server,
             Engine(folder, transfer_config(server.url), BLOCKS) as engine,
             server.restarted_every(_KILL_EVERY_S),
         ):
@@ -72,15 +71,15 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
 # -- the depot
 
 
-class _Restarting:
+class Restarting:
     """A server that can be killed (kill -9) and restarted in its place."""
 
-    def __init__(self) -> None:
-        self.kills = 0
-        self._server = Serve(arena_gib=_ARENA_GIB)
+    def __init__(self, arena_gib: float = _ARENA_GIB) -> None:
+        self._arena_gib = arena_gib
+        self._server = Serve(arena_gib=arena_gib)
         self.url = self._server.url
 
-    def __enter__(self) -> _Restarting:
+    def __enter__(self) -> Restarting:
         context: zmq.Context[Any] = zmq.Context()
         self._server.wait_populated(context)
         context.term()
@@ -92,8 +91,7 @@ class _Restarting:
     def restart(self) -> None:
         """Kill it and start another; returns before the new one serves."""
         self._server.kill()
-        self._server = Serve(arena_gib=_ARENA_GIB, before=self._server)
-        self.kills += 1
+        self._server = Serve(arena_gib=self._arena_gib, before=self._server)
 
     @contextmanager
     def restarted_every(self, seconds: float) -> Iterator[None]:
@@ -118,16 +116,34 @@ class _Restarting:
 
 @dataclass
 class Outcome:
-    """The results of all turns of all chats."""
+    """The results of all turns of all chats; lists are by turn."""
 
-    computed: int = 0
-    """Prompt tokens that the engine computed."""
-    prompt_tokens: int = 0
-    """Distinct prompt tokens in the last turn: the shared system prompt counts once."""
-    seconds: float = 0.0
-    by_turn: list[int] = field(default_factory=list)
-    answers: list[list[list[int]]] = field(default_factory=list)
-    """By turn and chat."""
+    prompts: list[list[list[int]]] = field(default_factory=list)
+    """The tokens of each chat's prompt."""
+    batches: list[Batch] = field(default_factory=list)
+
+    @property
+    def computed(self) -> int:
+        """Prompt tokens that the engine computed."""
+        return sum(self.by_turn)
+
+    @property
+    def by_turn(self) -> list[int]:
+        return [batch.computed for batch in self.batches]
+
+    @property
+    def answers(self) -> list[list[list[int]]]:
+        """By turn and chat."""
+        return [batch.answers for batch in self.batches]
+
+    @property
+    def seconds(self) -> float:
+        return sum(batch.seconds for batch in self.batches)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Distinct prompt tokens in the last turn: the shared system prompt counts once."""
+        return sum(map(len, self.prompts[-1])) - (len(self.prompts[-1]) - 1) * _SYSTEM_TOKENS
 
 
 def converse(engine: Engine, chats: int, turns: int, before_turn: Callable[[], None] = lambda: None) -> Outcome:
@@ -148,13 +164,8 @@ def converse(engine: Engine, chats: int, turns: int, before_turn: Callable[[], N
             prompt += text(int(rng.integers(*_USER_TOKENS)))
         if turn:
             before_turn()
-        begun = time.monotonic()
-        computed, answers = engine.batch(prompts, _ANSWER_TOKENS)
-        outcome.seconds += time.monotonic() - begun
-        outcome.by_turn.append(computed)
-        outcome.answers.append(answers)
-        outcome.prompt_tokens = sum(map(len, prompts)) - (chats - 1) * _SYSTEM_TOKENS
-        for prompt, answer in zip(prompts, answers, strict=True):
-            prompt += answer
-    outcome.computed = sum(outcome.by_turn)
+        batch = engine.batch(prompts, _ANSWER_TOKENS)
+        outcome.prompts.append(prompts)
+        outcome.batches.append(batch)
+        prompts = [prompt + answer for prompt, answer in zip(prompts, batch.answers, strict=True)]
     return outcome

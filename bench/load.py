@@ -181,7 +181,7 @@ def _answer(process: subprocess.Popen[str]) -> Any:
 # -- one client
 
 
-class _Client:
+class LoadClient:
     """One client of the load: a worker with one prompt's blocks, and the prompts that it stores."""
 
     def __init__(self, plan: Plan, worker: WorkerClient) -> None:
@@ -194,13 +194,13 @@ class _Client:
     def prepare(self, kind: str) -> None:
         """Make what the requests say, so that no time is measured in which the server waits for this process."""
         self._kind = kind
-        self._transfers = self._transfers or [self._transfer(number) for number in range(self._plan.prompts)]
+        self._transfers = self._transfers or [self.transfer(number) for number in range(self._plan.prompts)]
 
     def run(self) -> _Done:
         """Send the requests that `prepare` made, one at a time."""
         plan, kind = self._plan, self._kind
         count = plan.prompts if kind == "store" else plan.requests
-        send: Callable[[Transfer], bool] = getattr(self, f"_{kind}")
+        send: Callable[[Transfer], bool] = getattr(self, kind)
         times, failed = [], 0
         ended: MessagingFuture[object] = MessagingFuture.resolved(None)
         began = time.monotonic()
@@ -217,21 +217,23 @@ class _Client:
         ended.result(_ANSWER_S)
         return _Done(times, failed, began, time.monotonic())
 
-    def _transfer(self, number: int) -> Transfer:
+    def transfer(self, number: int) -> Transfer:
         name = self._salt + (self._plan.first + number).to_bytes(8, "little")
         hashes = b"".join(
             hashlib.blake2b(name + at.to_bytes(4, "little"), digest_size=32).digest() for at in range(self._plan.chunks)
         )
         return Transfer(f"bench-{number}", ROOT, 0, hashes, pack_block_ids(range(self._plan.chunks * BLOCKS)))
 
-    def _store(self, transfer: Transfer) -> bool:
+    def store(self, transfer: Transfer) -> bool:
+        """Whether all of a prompt was stored. Blocks, as the other two."""
         submitted = self._worker.submit_store([transfer.request_id], [transfer], None)
         self._worker.lane.wait(submitted.done, _ANSWER_S)
         answer = submitted.outcome() if submitted.done() else [False]
         self._worker.poll({transfer.request_id})
         return answer == [True]
 
-    def _lookup(self, transfer: Transfer) -> bool:
+    def lookup(self, transfer: Transfer) -> bool:
+        """Whether all of a prompt was found."""
         # readers 0: not counted among the lookups of engines
         lookup = PromptChunks(self._worker.spec, transfer.hashes).lookup(transfer.request_id)
         return bool(self._worker.client.ask(lookup).result(_ANSWER_S) == self._plan.chunks)
@@ -239,7 +241,8 @@ class _Client:
     def _end(self, transfer: Transfer) -> MessagingFuture[object]:
         return self._worker.client.ask(wire.EndSession(transfer.request_id))
 
-    def _retrieve(self, transfer: Transfer) -> bool:
+    def retrieve(self, transfer: Transfer) -> bool:
+        """Whether all of a prompt was retrieved."""
         worker = self._worker
         worker.submit_retrieve([transfer.request_id], [transfer], None)
         worker.wait_any(_ANSWER_S)
@@ -247,7 +250,7 @@ class _Client:
 
 
 @contextmanager
-def _worker(plan: Plan) -> Iterator[WorkerClient]:
+def registered(plan: Plan) -> Iterator[WorkerClient]:
     """A worker whose tensors are one prompt's blocks, of random bytes."""
     block = plan.chunk_bytes // BLOCKS
     size = plan.chunks * plan.chunk_bytes
@@ -271,9 +274,9 @@ def _run_client() -> int:
     """Read a plan and commands from standard input, and answer each."""
     try:
         plan = msgspec.json.decode(sys.stdin.readline(), type=Plan)
-        with _worker(plan) as worker:
+        with registered(plan) as worker:
             print("{}", flush=True)
-            client = _Client(plan, worker)
+            client = LoadClient(plan, worker)
             for line in sys.stdin:
                 if line.strip() == _GO:
                     print(msgspec.json.encode(client.run()).decode(), flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from common import EngineProcess
 
 from comparison.workloads import VOCABULARY, Workload
 
-__all__ = ["CONFIG", "Engine", "kv_bytes", "write_model"]
+__all__ = ["CONFIG", "Batch", "Engine", "kv_bytes", "write_model"]
 
 _SCRIPT = Path(__file__).with_name("served.py")
 CONFIG: dict[str, Any] = {
@@ -73,6 +73,22 @@ def write_model(folder: Path, config: dict[str, Any] = CONFIG) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that were run at once. Lists are in the order of the prompts."""
+
+    computed: int
+    """Prompt tokens scheduled, repetitions included."""
+    seconds: float
+    first_s: list[float]
+    """From the beginning to each prompt's first token."""
+    own: list[int]
+    """Tokens of each prompt that the engine's own cache had; 0 without a connector."""
+    places: list[int]
+    """Each prompt's place in the order in which all of its tokens were scheduled, from 0."""
+    answers: list[list[int]]
+
+
 class Engine(EngineProcess):
     """The engine's process, a context manager. transfer: vLLM's `kv_transfer_config`; None: no connector. blocks: of
     its own cache, of `block_tokens` tokens each."""
@@ -94,12 +110,13 @@ class Engine(EngineProcess):
         found: dict[str, Any] = self.ask(["prompt", number, tokens, loads])
         return found
 
-    def batch(self, prompts: list[list[int]], answer: int) -> tuple[int, list[list[int]]]:
-        """Run prompts at once; returns the prompt tokens computed for all of them, and their answers, of `answer`
-        tokens each. Blocks.
-        """
-        computed, answers = self.ask(["batch", prompts, answer])
-        return computed, answers
+    def batch(self, prompts: list[list[int]], answer: int) -> Batch:
+        """Run prompts at once, with answers of `answer` tokens. Blocks."""
+        return Batch(**self.ask(["batch", prompts, answer]))
+
+    def reset(self) -> None:
+        """Empty its own cache, when what is stored from it has been stored. Blocks."""
+        self.ask(["reset"])
 
     def serve(self, workload: Workload) -> dict[str, Any]:
         """Serve a workload; returns its length in seconds, the prompt tokens computed, and each request."""

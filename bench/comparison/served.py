@@ -47,6 +47,8 @@ class _Served:
         self._serial = 0
         self._computed = 0
         self._lookups: list[float] = []
+        self._own: dict[str, int] = {}  # tokens that the engine's own cache had, by request
+        self._complete: dict[str, None] = {}  # requests of whose prompts all tokens were scheduled, in order
         self._count_computed()
         if self._scheduler.connector is not None:
             self._time_lookups()
@@ -60,7 +62,7 @@ class _Served:
         import numpy as np
 
         ids = np.random.default_rng(1000 + number).integers(3, self._vocabulary, tokens).tolist()
-        self._reset()
+        self.reset()
         cold = self._run(ids)
         begun = time.perf_counter()
         while self._scheduler.has_requests():
@@ -73,7 +75,7 @@ class _Served:
         cached = []
         self._lookups.clear()
         for _ in range(loads):
-            self._reset()
+            self.reset()
             cached.append(self._run(ids))
         return found | {
             "cache_s": [each["first_s"] for each in cached],
@@ -81,20 +83,35 @@ class _Served:
             "lookup_s": list(self._lookups),
         }
 
-    def batch(self, prompts: list[list[int]], answer: int) -> tuple[int, list[list[int]]]:
-        """Run prompts at once, and use what the engine's own cache has; see Engine.batch."""
+    def batch(self, prompts: list[list[int]], answer: int) -> dict[str, Any]:
+        """Run prompts at once, and use what the engine's own cache has; see engine.Batch."""
         self._computed = 0
+        self._own.clear()
+        self._complete.clear()
+        begun = time.perf_counter()
         keys = [self._add(prompt, answer) for prompt in prompts]
+        first_s: dict[str, float] = {}
         answers: dict[str, list[int]] = {}
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
+                key = _key(output.request_id)
+                if output.outputs[0].token_ids:
+                    first_s.setdefault(key, time.perf_counter() - begun)
                 if output.finished:
-                    answers[_key(output.request_id)] = list(output.outputs[0].token_ids)
-        return self._computed, [answers[key] for key in keys]
+                    answers[key] = list(output.outputs[0].token_ids)
+        places = {key: place for place, key in enumerate(self._complete)}
+        return {
+            "computed": self._computed,
+            "seconds": time.perf_counter() - begun,
+            "first_s": [first_s[key] for key in keys],
+            "own": [self._own.get(key, 0) for key in keys],
+            "places": [places[key] for key in keys],
+            "answers": [answers[key] for key in keys],
+        }
 
     def serve(self, workload: list[list[dict[str, Any]]]) -> dict[str, Any]:
         """Serve clients that wait for each answer before they go on."""
-        self._reset()
+        self.reset()
         self._computed = 0
         waiting = [list(reversed(client)) for client in workload]
         chats: dict[str, list[int]] = {}
@@ -132,7 +149,7 @@ class _Served:
                     request["prompt"] = len(request["prompt"])
                     send(clients[key])
         seconds = time.perf_counter() - begun
-        self._reset()
+        self.reset()
         return {"seconds": seconds, "computed": self._computed, "requests": list(requests.values())}
 
     def close(self) -> None:
@@ -154,7 +171,7 @@ class _Served:
                     first, cached = time.perf_counter() - begun, output.num_cached_tokens or 0
         return {"first_s": first, "cached": cached}
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
         """Empty the engine's own cache, when what is stored from it has been stored. Blocks."""
         deadline = time.monotonic() + _SETTLED_S
         while True:
@@ -176,6 +193,8 @@ class _Served:
                 request = self._scheduler.requests[request_id]
                 end, whole = request.num_computed_tokens, request.num_prompt_tokens  # `end` includes this step's
                 self._computed += max(0, min(end, whole) - min(end - tokens, whole))
+                if end >= whole:
+                    self._complete[_key(request_id)] = None
             return step
 
         self._scheduler.schedule = counted
@@ -191,6 +210,7 @@ class _Served:
             answer = matched(request, computed)
             if answer[0] is not None:
                 self._lookups.append(time.perf_counter() - begun)
+                self._own.setdefault(_key(request.request_id), computed)
                 del asked[request.request_id]
             return answer
 
@@ -206,7 +226,7 @@ def _main(folder: str, transfer: dict[str, Any] | None, blocks: int, block_token
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever vLLM prints
     served = _Served(folder, transfer, blocks, block_tokens)
-    commands = {"prompt": served.prompt, "batch": served.batch, "serve": served.serve}
+    commands = {"prompt": served.prompt, "batch": served.batch, "serve": served.serve, "reset": served.reset}
     print(json.dumps("ready"), file=replies, flush=True)
     for line in sys.stdin:
         command, *arguments = json.loads(line)
