@@ -27,7 +27,7 @@ __all__ = ["run"]
 _BLOCKS = 40
 """Of an engine's own cache, of 128 tokens each: five prompts."""
 _TOKENS, _ANSWER_TOKENS = 1000, 4
-_ARENA_GIB = 0.5
+_ARENA_GIB = 0.125
 """45 prompts: all those of the storm, and half of the flood."""
 _BESIDE_STEPS = "--verify", "always"
 """Flags of a server that lets no engine copy within a step, since that checks nothing."""

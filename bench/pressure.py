@@ -1,7 +1,8 @@
 """More than fits: chats in depots too small for them, storms of hits, a flooding engine, and a long queue.
 
-The chats of chats.py, with a model of the same KV that computes faster. They need about 0.44 GiB; a depot with room for
-all of it is the lower bound of the prompt tokens that the engine computes. The second one is a depot of the same size
+The chats of chats.py need about 0.44 GiB. Here they run with a model of a quarter of the KV, which computes faster, in
+depots of a quarter of the sizes that the figures name: as many chunks. A depot with room for all is the lower bound of
+the prompt tokens that the engine computes. The second one is a depot of the same size
 that knows the queue in advance (clairvoyant.py), under the same engine: its own cache, and the order in which it ran
 the prompts. Tokens are counted, so other load on the machine hardly matters. The other figures are in crowds.py and
 queued.py.
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import chats
 import crowds
 import queued
 import zmq
@@ -28,16 +30,17 @@ __all__ = ["MODEL", "run"]
 MODEL: dict[str, Any] = {
     **CONFIG,
     "num_hidden_layers": 2,
-    "hidden_size": 384,
-    "intermediate_size": 384,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
+    "hidden_size": 192,
+    "intermediate_size": 192,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
 }
+_SCALE = kv_bytes(MODEL) / kv_bytes(chats.MODEL)
 _BLOCK_TOKENS = 128
 """Tokens of a block of the engine, which is a chunk of the depot."""
 _ROOM_GIB = 1.0
 _BARS = {0.25: 1.3, 0.3: 1.2, 0.4: 1.0, 0.6: 1.0}
-"""By size in GiB: the bar beside a depot with room."""
+"""By size in GiB, before it is scaled: the bar beside a depot with room."""
 _CLAIRVOYANT_BAR = 1.1
 _KILLED_GIB, _KILLED_BAR = 0.25, 1.1
 
@@ -56,7 +59,7 @@ def _chats(folder: Path, scale: Scale, notes: list[str]) -> Iterator[Figure]:
     say("pressure: chats, room for all")
     roomy = _converse(folder, _ROOM_GIB, scale)
     notes.append(
-        f"pressure: chats of {roomy.prompt_tokens * kv_bytes(MODEL) / 2**30:.2f} GiB of KV; computed by turn "
+        f"pressure: chats of {roomy.prompt_tokens * kv_bytes(chats.MODEL) / 2**30:.2f} GiB of KV; computed by turn "
         f"{roomy.by_turn} with {_ROOM_GIB:g} GiB in {roomy.seconds:.0f} s"
     )
     pressed: dict[float, Outcome] = {}
@@ -70,7 +73,7 @@ def _chats(folder: Path, scale: Scale, notes: list[str]) -> Iterator[Figure]:
         floor = [sum(best)]
         yield at_most(f"{title}, beside clairvoyant", "tokens", [found.computed], floor, _CLAIRVOYANT_BAR)
     say(f"pressure: chats, {_KILLED_GIB:g} GiB, a server that is killed as each turn's prompts arrive")
-    with Restarting(_KILLED_GIB) as server, Engine(folder, transfer_config(server.url), BLOCKS) as engine:
+    with Restarting(_KILLED_GIB * _SCALE) as server, Engine(folder, transfer_config(server.url), BLOCKS) as engine:
         killed = converse(engine, scale.chats, scale.turns, server.restart)
     if any(found.answers != roomy.answers for found in (killed, *pressed.values())):
         raise RuntimeError("pressure: answers differ")
@@ -80,7 +83,7 @@ def _chats(folder: Path, scale: Scale, notes: list[str]) -> Iterator[Figure]:
 
 
 def _converse(folder: Path, arena_gib: float, scale: Scale) -> Outcome:
-    server = Serve(arena_gib=arena_gib)
+    server = Serve(arena_gib=arena_gib * _SCALE)
     context: zmq.Context[Any] = zmq.Context()
     try:
         server.wait_populated(context)
@@ -104,7 +107,7 @@ def _clairvoyant(outcome: Outcome, gib: float) -> list[int]:
             asked, own = (len(prompt) - 1) // _BLOCK_TOKENS, batch.own[number] // _BLOCK_TOKENS
             queue.append(Queued(names.of(prompt + answer[:-1]), asked, own))
             lengths.append(len(prompt))
-    reached = reaches(queue, int(gib * 2**30) // (_BLOCK_TOKENS * kv_bytes(MODEL)))
+    reached = reaches(queue, int(gib * _SCALE * 2**30) // (_BLOCK_TOKENS * kv_bytes(MODEL)))
     computed = [length - _BLOCK_TOKENS * chunks for length, chunks in zip(lengths, reached, strict=True)]
-    chats = len(outcome.prompts[0])
-    return [sum(computed[first : first + chats]) for first in range(0, len(computed), chats)]
+    each = len(outcome.prompts[0])
+    return [sum(computed[first : first + each]) for first in range(0, len(computed), each)]

@@ -28,11 +28,11 @@ from kvdepot.client.transfer import PromptChunks
 
 __all__ = ["run"]
 
-_CHUNKS, _CHUNK_BYTES = 8, 64 << 10
+_CHUNKS, _CHUNK_BYTES = 4, 64 << 10
 """Of a prompt."""
-_ARENA_GIB = 1 / 32
+_ARENA_GIB = 1 / 64
 """64 of the prompts."""
-_BYTES_S = 64e6
+_BYTES_S = 32e6
 _SEATS = 4
 _TOGETHER = 16
 """Prompts that are stored before the tier is waited for: memory would lose them before they are saved."""
