@@ -2,10 +2,9 @@
 
 The chats of chats.py need about 0.44 GiB. Here they run with a model of a quarter of the KV, which computes faster, in
 depots of a quarter of the sizes that the figures name: as many chunks. A depot with room for all is the lower bound of
-the prompt tokens that the engine computes. The second one is a depot of the same size
-that knows the queue in advance (clairvoyant.py), under the same engine: its own cache, and the order in which it ran
-the prompts. Tokens are counted, so other load on the machine hardly matters. The other figures are in crowds.py and
-queued.py.
+the prompt tokens that the engine computes. The second bound is a depot of the same size that knows the queue in advance
+(clairvoyant.py), under the same engine: its own cache, and the order in which it ran the prompts. Tokens are counted,
+so other load on the machine hardly matters. The other figures are in crowds.py and queued.py.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,3 +44,14 @@ def test_the_tiny_benchmark_reports_every_figure_beside_its_floor(tmp_path: Path
     assert len(figures) > 60
     for layout in ("Llama-8B", "Llama-70B TP 4", "MLA", "cross-layer"):
         assert any(figure.startswith("gpu ") and figure.endswith(f", {layout}") for figure in figures), layout
+
+
+def test_a_tiny_queue_before_a_slow_tier_loses_no_chunk() -> None:
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is missing")
+    code = "import json, queued; from common import TINY; print(json.dumps([f.median for f in queued.run(TINY, [])]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=BENCH.parent, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[0] == 80  # four chunks of each of the 20 prompts
