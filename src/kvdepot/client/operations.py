@@ -107,9 +107,8 @@ class LaneOperation:
             used.append(ids[skip:])
             if _repeats(used[-1]):
                 raise BadRequest(f"block ids of request {part.request[:64]!r} repeat")
-        if self.is_load and len(used) > 1:
-            if _repeats(np.concatenate(used)):
-                raise BadRequest("two requests retrieve into the same block")
+        if self.is_load and len(used) > 1 and _repeats(np.concatenate(used)):
+            raise BadRequest("two requests retrieve into the same block")
 
     def pieces_of(self, placement: wire.Placement) -> list[CopyPiece]:
         """The blocks of each place. Raises ProtocolError for chunks that were not asked for."""

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvdepot.devices.blocks import ArenaBytes, BlockMemory, CopyPiece
 from kvdepot.memory import shm
