@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import resource
 from pathlib import Path
 
 import numpy as np
@@ -67,9 +66,6 @@ def test_an_arena_that_is_followed_is_entered_before_a_copy_and_holes_stay_holes
     assert blocks.follow(arena).wait(HANG_S)
     assert arena.resident_pages() >= 200
     assert arena.allocated_pages() == 200
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    assert arena.bytes[(pages // 3 - 100) * PAGE : (pages // 3 + 100) * PAGE : PAGE].max() == 0
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10, "each page would cost a fault"
     blocks.close()
 
 

@@ -43,7 +43,7 @@ ENTERED_BYTES = 4 << 20
 """Bytes whose pages the background enters at once: under a millisecond, in which the process can map nothing."""
 
 _pages: weakref.WeakKeyDictionary[ArenaBytes, _Pages] = weakref.WeakKeyDictionary()
-"""Of each mapped arena, for all groups."""
+"""The pages of each mapped arena, for all groups."""
 
 
 class HostBlocks(BlockMemory):

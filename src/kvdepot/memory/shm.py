@@ -122,7 +122,7 @@ def enter_pages(address: int, size: int) -> None:
 
 
 def allocated(address: int, size: int) -> bytearray:
-    """For each page of a mapped range, 1 if the kernel has allocated it, whoever did, and else 0."""
+    """A byte for each page of a mapped range: 1 if the kernel has allocated the page, for any process, and else 0."""
     found = bytearray(-(-size // mmap.PAGESIZE))
     _libc.mincore(address, size, (ctypes.c_uint8 * len(found)).from_buffer(found))
     return found
