@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,7 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment, build_layout
 from tests.client.engine import Later
 from tests.conftest import HANG_S, Depot, StartDepot, ends, eventually, suspend
+from tests.programs import run
 from tests.server.process import kill
 
 CHUNK, PER_CHUNK, BLOCK_BYTES, BLOCKS = 256, 2, 4096, 256
@@ -62,6 +64,7 @@ class Blocks(HostBlocks):
         self.gate.set()
         self.is_waiting = threading.Event()
         self.moves: list[tuple[bool, list[int]]] = []
+        self.followed: list[Bytes] = []  # the bytes of arenas
         self.error: BaseException | None = None
 
     def move(self, arena: ArenaBytes, pieces: Sequence[CopyPiece], is_store: bool) -> None:
@@ -71,6 +74,10 @@ class Blocks(HostBlocks):
         if self.error is not None:
             raise self.error
         super().move(arena, pieces, is_store)
+
+    def follow(self, arena: ArenaBytes | None) -> threading.Event:
+        self.followed += [] if arena is None else [arena.bytes]
+        return super().follow(arena)
 
     def shut(self) -> None:
         self.is_waiting.clear()
@@ -268,6 +275,49 @@ def test_blocks_of_an_accelerator_take_the_same_lane(rank: Rank) -> None:
     assert rank.lane.submit(wire.Retrieve(7, shards), targets).result(HANG_S) == [True] * 3
     assert torch.equal(tensor[51:56], tensor[4:9]) and torch.equal(tensor[50], kept)
     assert rank.lane.submit(wire.Compare(7, shards, 0.5), ids).result(HANG_S)[:2] == [3, 0.0]
+
+
+# -- before the first copy
+
+
+@pytest.mark.faults
+def test_the_processors_blocks_follow_each_arena_before_a_copy_and_a_devices_with_it(
+    start_depot: StartDepot, make_rank: MakeRank
+) -> None:
+    depot, on_device = start_depot(), Blocks()
+    rank = make_rank(depot)
+    on_device.device = torch.device("cpu")
+    rank.lane.add(2, on_device)
+    eventually(lambda: rank.blocks.followed)
+    kill(depot)
+    start_depot(url=depot.url, name=depot.name)
+    eventually(lambda: len(rank.blocks.followed) == 2)
+    assert rank.blocks.moves == on_device.followed == []
+    assert rank.store(chunks(1)).result(HANG_S) is True
+    assert len(rank.blocks.followed) == 2 and len(on_device.followed) == 1
+
+
+def test_a_workers_first_store_load_and_comparison_import_no_module(depot: Depot) -> None:
+    """They run in an engine's steps, and an import takes tens of milliseconds."""
+    code = f"""
+import sys
+from types import SimpleNamespace
+import torch, zmq
+from kvdepot.devices.self_test import test_blocks
+from kvdepot.protocol import wire
+from tests.client.test_lane import HANG_S, Rank, chunks
+rank = Rank(SimpleNamespace(url={depot.url!r}, context=zmq.Context()))
+test_blocks([rank.blocks])
+before = set(sys.modules)
+hashes = chunks(2)
+assert rank.store(hashes).result(HANG_S) is True
+assert rank.load(hashes).result(HANG_S) == [True, True]
+shards, ids = rank.shards(hashes, [0, 1, 2, 3])
+assert rank.lane.submit(wire.Compare(1, shards, 0.5), ids).result(HANG_S)[:2] == [2, 0.0]
+print(sorted(set(sys.modules) - before))
+rank.close()
+"""
+    assert run(sys.executable, "-c", code, cwd=Path(__file__).parents[2]) == "[]\n"
 
 
 # -- what is refused

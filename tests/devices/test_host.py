@@ -12,9 +12,10 @@ import torch
 
 from kvdepot.devices import describe
 from kvdepot.devices.blocks import CopyPiece
-from kvdepot.devices.host import HostBlocks
+from kvdepot.devices.host import ENTERED_BYTES, HostBlocks
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol.layout import Layout, Mapping, Segment, build_layout
+from tests.conftest import HANG_S
 from tests.devices.conformance import BlocksConformance, Memory
 
 
@@ -55,6 +56,17 @@ def test_pages_are_entered_when_they_are_first_copied_and_holes_stay_holes() -> 
         assert arena.allocated_pages() == 8
         assert arena.resident_pages() >= 8
     assert np.array_equal(arena.bytes[64 * PAGE : 72 * PAGE], kv)
+
+
+def test_an_arena_that_is_followed_is_entered_before_a_copy_and_holes_stay_holes() -> None:
+    kv = np.zeros(PAGE, np.uint8)
+    blocks = HostBlocks(Layout([Mapping("kv", PAGE)], [Segment(0, 0, PAGE, PAGE)], 1, bytes(32)), {"kv": kv})
+    pages = 3 * ENTERED_BYTES // PAGE
+    arena = SharedFile(pages, range(pages // 3 - 100, pages // 3 + 100))  # some at the end of a part, some in the next
+    assert blocks.follow(arena).wait(HANG_S)
+    assert arena.resident_pages() >= 200
+    assert arena.allocated_pages() == 200
+    blocks.close()
 
 
 def test_layers_of_equal_tensors_are_one_stack_and_others_are_not() -> None:

@@ -105,7 +105,7 @@ class Lane:
         self._answers: deque[tuple[LaneOperation, object]] = deque()
         self._wake_fd = -1
         self._ended = threading.Event()  # the thread has: two threads must not join one in CPython 3.11
-        self._following: set[tuple[int, tuple[str, bytes]]] = set()  # memories, and the arena that each follows
+        self._followed: dict[int, tuple[str, bytes]] = {}  # by instance: the arena that its blocks follow
         self._added: list[BlockMemory] = []  # the thread does not know them yet
         self._next_check = 0.0
         self._pause_s = _FIRST_PAUSE_S
@@ -138,6 +138,7 @@ class Lane:
         them."""
         with self._changed:
             blocks = self._memories.pop(instance, None)
+            self._followed.pop(instance, None)
             if blocks is None:
                 return
             futures = [future for future, each in self._live.items() if each.blocks is blocks]
@@ -376,8 +377,8 @@ class Lane:
             goes_on |= self._complete_refused() | self._ask_ready()
             operation = self._copying = self._next_placed()
             events = bool(self._waiting)
+        self._follow()
         if operation is not None:
-            self._follow()
             self._copy_slice(operation)
             return 0.0
         if goes_on:  # what was sent may have read the descriptors' edge
@@ -458,23 +459,26 @@ class Lane:
                 log.warning("%s cannot be used by the thread that copies: %s", device, exc)
 
     def _follow(self) -> None:
-        """Prepare for copies to and from the server's arena, before the first of them, and not before: an engine that
-        starts may be capturing graphs, which fails where another thread registers memory with the driver."""
+        """Prepare for copies to and from the server's arena: blocks in the processor's memory at once, those of a
+        device before the first copy. An engine that starts may be capturing graphs, which fails where another thread
+        registers memory with the driver."""
         arena = self._client.arena
         with self._changed:
-            new = [each for each in self._memories.values() if (id(each), arena) not in self._following]
-        if not new or not arena[0]:
+            is_copying = self._copying is not None
+            memories = [each for each in self._memories.items() if is_copying or each[1].device is None]
+            due = {instance: blocks for instance, blocks in memories if self._followed.get(instance) != arena}
+        if not due or not arena[0]:
             return
         try:
             view = self.arenas.of(*arena)
         except KVDepotError as exc:
-            log.info("the arena is not mapped yet: %s", exc)
+            log.debug("the arena is not mapped yet: %s", exc)
             return
         with self._changed:  # so that none is closed meanwhile
-            memories = self._memories.values()
-            for blocks in [each for each in memories if (id(each), arena) not in self._following]:
-                blocks.follow(view)
-            self._following = {(id(each), arena) for each in memories}
+            for instance, blocks in due.items():
+                if self._memories.get(instance) is blocks:
+                    blocks.follow(view)
+                    self._followed[instance] = arena
 
     def _copy_slice(self, operation: LaneOperation) -> None:
         """Copy as much of an operation as one slice has, and complete it after the last."""

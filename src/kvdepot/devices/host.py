@@ -1,7 +1,8 @@
 """Blocks in the processor's memory, copied with numpy where the engine has allocated them.
 
 Used by a worker's lane, and by its engine within a step. A new mapping of the arena has no pages in this process, and
-each page that is used first costs a fault. So the pages that a copy is about to use are entered with one call, once.
+each page that is used first costs a fault. So the pages that have memory are entered in the background as soon as a
+server is there: entering those of a load takes about as long as copying them. A copy enters those that are left.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import math
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +20,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvdepot.devices.blocks import ArenaBytes, BlockMemory, CopyPiece
 from kvdepot.memory import shm
@@ -38,8 +39,11 @@ _FEW = 4
 _Runs = list[tuple[int, int]]
 """`[first, end)` of adjacent block ids."""
 
-_entered: weakref.WeakKeyDictionary[ArenaBytes, npt.NDArray[np.bool_]] = weakref.WeakKeyDictionary()
-"""The pages of each mapped arena that this process has entered, of all groups. Threads may enter a page twice."""
+ENTERED_BYTES = 4 << 20
+"""Bytes whose pages the background enters at once: under a millisecond, in which the process can map nothing."""
+
+_pages: weakref.WeakKeyDictionary[ArenaBytes, _Pages] = weakref.WeakKeyDictionary()
+"""The pages of each mapped arena, for all groups."""
 
 
 class HostBlocks(BlockMemory):
@@ -57,9 +61,16 @@ class HostBlocks(BlockMemory):
         self._whole = _Plan(_stacks(rows), 0)
         self._halves = _Plan(_stacks(rows[:half]), 0), _Plan(_stacks(rows[half:]), sum(row.size for row in rows[:half]))
         self._second: ThreadPoolExecutor | None = None  # the thread that shares large copies
+        self._followed: _Pages | None = None  # the pages of the arena that it follows
+
+    def follow(self, arena: ArenaBytes | None) -> threading.Event:
+        if self._followed is not None:
+            self._followed.stop()
+        self._followed = None if arena is None else _pages_of(arena)
+        return super().follow(arena) if self._followed is None else self._followed.start()
 
     def move(self, arena: ArenaBytes, pieces: Sequence[CopyPiece], is_store: bool) -> None:
-        _enter_pages(arena, [extent for piece in pieces for extent in piece.extents])
+        _pages_of(arena).enter([extent for piece in pieces for extent in piece.extents])
         size = self.layout.block_bytes * sum(len(piece.block_ids) for piece in pieces)
         if size < _SHARED_BYTES:
             _copy(self._whole, arena, pieces, is_store)
@@ -89,6 +100,7 @@ class HostBlocks(BlockMemory):
         return self._memories[segment.mapping][start : start + segment.size]
 
     def close(self) -> None:
+        self.follow(None)
         if self._second is not None:
             self._second.shutdown()
             self._second = None
@@ -120,20 +132,67 @@ def _use_all_processors() -> None:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
-def _enter_pages(arena: ArenaBytes, extents: Sequence[tuple[int, int]]) -> None:
-    """Enter the pages of these extents, unless that was done before: entering them again takes longer than copying.
+def _pages_of(arena: ArenaBytes) -> _Pages:
+    return _pages.get(arena) or _pages.setdefault(arena, _Pages(arena.bytes))
 
-    Only pages that the extents name: entering a hole of the file would allocate it.
+
+class _Pages:
+    """The pages of one mapped arena that this process has entered: entering them again takes longer than copying.
+
+    Any thread; two may enter a page twice. Invariant: no hole of the file is entered, which would allocate it.
     """
-    entered = _entered.get(arena)
-    if entered is None:
-        entered = _entered.setdefault(arena, np.zeros(-(-len(arena.bytes) // mmap.PAGESIZE), np.bool_))
-    address = arena.bytes.ctypes.data
-    for offset, length in extents:
-        first, end = offset // mmap.PAGESIZE, -(-(offset + length) // mmap.PAGESIZE)
-        if not entered[first:end].all():
-            shm.enter_pages(address + first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE)
-            entered[first:end] = True
+
+    def __init__(self, memory: Bytes) -> None:
+        self._memory = memory
+        self._entered = np.zeros(-(-len(memory) // mmap.PAGESIZE), np.bool_)
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._ended: threading.Event | None = None  # of the thread's work
+
+    def enter(self, extents: Sequence[tuple[int, int]]) -> None:
+        """Enter the pages of these extents, which have memory. Blocks without the GIL."""
+        for offset, length in extents:
+            first, end = offset // mmap.PAGESIZE, -(-(offset + length) // mmap.PAGESIZE)
+            if not self._entered[first:end].all():
+                shm.enter_pages(self._memory.ctypes.data + first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE)
+                self._entered[first:end] = True
+
+    def start(self) -> threading.Event:
+        """Enter all pages that have memory now, in the background. Returns an event that is set at the end."""
+        with self._lock:
+            self._stopping.clear()
+            if self._ended is None or self._ended.is_set():
+                self._ended = threading.Event()
+                try:
+                    threading.Thread(target=self._run, args=[self._ended], name="kvdepot-pages", daemon=True).start()
+                except RuntimeError:  # there can be no thread: pages are entered as they are used
+                    self._ended.set()
+            return self._ended
+
+    def stop(self) -> None:
+        """End that early. Never blocks."""
+        self._stopping.set()
+
+    def _run(self, ended: threading.Event) -> None:
+        _use_all_processors()
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        try:
+            for start in range(0, len(self._memory), ENTERED_BYTES):
+                if self._stopping.is_set():
+                    break
+                self._enter_allocated(start, min(ENTERED_BYTES, len(self._memory) - start))
+        finally:
+            ended.set()
+
+    def _enter_allocated(self, start: int, size: int) -> None:
+        first, pages = start // mmap.PAGESIZE, -(-size // mmap.PAGESIZE)
+        entered = self._entered[first : first + pages]
+        if entered.all():
+            return
+        allocated = np.frombuffer(shm.allocated(self._memory.ctypes.data + start, size), np.bool_)
+        edges = np.flatnonzero(np.diff(allocated & ~entered, prepend=False, append=False)) + first
+        self.enter([(low * mmap.PAGESIZE, (high - low) * mmap.PAGESIZE) for low, high in edges.reshape(-1, 2).tolist()])
 
 
 class _Plan(NamedTuple):
