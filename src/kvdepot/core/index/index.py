@@ -95,7 +95,6 @@ class Index:
         if account.used > cap or taken > cap:
             return 0
         self.hold(kept)
-        self.wants.rewind()
         while (fits := min(allocator.free_bytes, cap - account.used) // taken) < count:
             victim = self.accounts.victim(account, (fits + 1) * taken, depth)
             if victim is None:
