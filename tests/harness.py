@@ -188,7 +188,7 @@ class Harness:
         sessions.budget.validate(shares)
         assert all(each.share is not None or not each.held for each in pending)
         owners = {share.client for share in shares}
-        may_go_on = sessions.budget.has_freed or self.depot.tiering.lookups.is_full
+        may_go_on = sessions.budget.has_freed or self.depot.tiering.loads.is_full
         assert may_go_on or all(each.asker in owners for each in sessions._waiting.for_room())
 
     def _forget_dead(self) -> None:

@@ -93,15 +93,15 @@ class Checks:
         self._waits.check()
         assert (self.index.allocator.capacity - self.index.allocator.free_bytes) % PAGE == 0
         tiering = self.depot.tiering
-        arrivals = tiering.lookups._arrivals.values()
+        arrivals = tiering.loads._arrivals.values()
         arriving = sum(arrival.shard.size for arrival in arrivals if not arrival.is_given_up)
-        given_up = tiering.lookups.arriving_bytes - arriving  # on its way into what somebody else fills meanwhile
+        given_up = tiering.loads.arriving_bytes - arriving  # on its way into what somebody else fills meanwhile
         lingering = [shard for _, shards in self.depot.transfers._lingering for shard in shards]
         lingering += [use.shard for use in self._in_use if use.shard is not None]
         taken = {number: size for number, (*_, size) in self.index.accounts.given_up.items()}
         allocated = sum(taken.values()) - sum(taken[id(shard)] for shard in lingering)
         assert (given_up > 0) == (allocated > 0) and given_up <= allocated
-        assert all(each.leaving >= 0 for each in self.index.accounts.all()) and len(tiering.lookups) >= 0
+        assert all(each.leaving >= 0 for each in self.index.accounts.all()) and len(tiering.loads) >= 0
         if self.host.forgettings.all:
             for namespace in self._engines_namespaces():
                 for chunk in namespace.chunks.values():
@@ -367,8 +367,8 @@ class Checks:
         waiting = self.depot.sessions._awaiting, self.depot.removals._ready, self.depot.removals._forgetting
         assert not any(waiting), f"requests that nobody will answer: {waiting}"
         tiering = self.depot.tiering
-        assert not tiering.lookups and not tiering.lookups._arrivals and not tiering.forgettings, tiering
-        assert not tiering.lookups.arriving_bytes
+        assert not tiering.loads and not tiering.loads._arrivals and not tiering.forgettings, tiering
+        assert not tiering.loads.arriving_bytes
         demoting_bytes = sum(each.leaving for each in self.index.accounts.all())
         assert not demoting_bytes, f"{demoting_bytes} bytes are still on their way out"
         for tier in tiering._tiers:

@@ -72,7 +72,7 @@ class Behind:
     def look(self) -> None:
         """After every event."""
         if self._waiting:
-            self._peak = max(self._peak, self._server.depot.tiering.lookups.arriving_bytes)
+            self._peak = max(self._peak, self._server.depot.tiering.loads.arriving_bytes)
 
     def begin(self, asked: tuple[bytes, bytes], request: wire.Lookup, groups: list[Namespace]) -> None:
         server = self._server

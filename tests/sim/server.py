@@ -240,7 +240,7 @@ class Server(Checks, Harness):
         self._event(self._drain)
 
     def _drain(self) -> None:
-        self.world.counters["stopped_with_searches"] += bool(self.depot.tiering.lookups)
+        self.world.counters["stopped_with_searches"] += bool(self.depot.tiering.loads)
         self.act(self.depot.stop_waiting())
         assert not self._lookups, "a server that ends has not answered every lookup"
         self._maybe_leave()
@@ -562,8 +562,8 @@ class Server(Checks, Harness):
         usable = tier.breaker.usable
         if isinstance(tier_task, Load):
             arrivals = tier_task.arrivals
-            counters["load_for_several"] += any(len(set(map(id, each.tier_lookups))) > 1 for each in arrivals)
-            late = [each for each in arrivals if all(tier_lookup.ended for tier_lookup in each.tier_lookups)]
+            counters["load_for_several"] += any(len(set(map(id, each.tier_searches))) > 1 for each in arrivals)
+            late = [each for each in arrivals if all(tier_search.ended for tier_search in each.tier_searches)]
         is_erased = isinstance(outcome, Erased) and not isinstance(tier_task, DroppedErase)
         counters["corrupt_erased"] += is_erased
         self.doing = tier_task
