@@ -36,6 +36,7 @@ _QUEUED_CHUNKS = 1 << 18
 _REFUSED = {
     Refusal.NO_ROOM: "dropped_chunks",
     Refusal.OVER_CAP: "capped_chunks",
+    Refusal.WANTED: "yielded_chunks",
     Refusal.OTHER_SIZE: "mismatched_chunks",
 }
 """The counters of chunks that were not stored."""

@@ -88,6 +88,12 @@ SERVER = (
         "Raise the tenant's cap (`kvdepot quota`), or let it pin less.", is_event=True,
     ),
     Counted(
+        "yielded_chunks", "shards",
+        "Shards not stored because memory was full of chunks that requests in engines' queues are going to read.",
+        "not stored: queued requests want the memory", _MEMORY,
+        "Memory is small for what is queued: add memory, or engines.", is_event=True,
+    ),
+    Counted(
         "mismatched_chunks", "shards",
         "Shards not stored because memory has them in another size.",
         "dropped: another size", _MEMORY,
