@@ -17,10 +17,11 @@ from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import summed_below
 from kvdepot.core.clients import Client, PinShare
-from kvdepot.core.index.chunk import Chunk, is_hidden
+from kvdepot.core.index.chunk import Chunk, Namespace, is_hidden, is_there
 from kvdepot.core.index.events import Failed, IndexEvent, Stored
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.matching import Match, coming_part, coming_tail, match_prompt
+from kvdepot.core.index.wants import Want
 from kvdepot.core.leases import Leases
 from kvdepot.core.lookups.answers import hit_of
 from kvdepot.core.lookups.phases import MOST_QUEUED_HASHES, NEVER, PATIENT, Phase, table
@@ -55,6 +56,7 @@ class Lookups:
         self._in: dict[Phase, dict[Search, None]] = {phase: {} for phase in Phase}
         self._queues: dict[Client, list[tuple[int, int, Search]]] = {}  # those that are WANTED: place, number, search
         self._queued_hashes = 0
+        self._wanting: dict[Want, Search] = {}
         self._awaiting: dict[int, dict[Search, None]] = {}  # by id() of the part that they wait for
         self._late: set[int] = set()  # id() of parts whose stores have let a search wait until its deadline
         self._timers: list[tuple[float, int, Search]] = []  # a heap; stale where the search has another deadline
@@ -137,6 +139,7 @@ class Lookups:
                 is_early = request.queued and (self._is_behind(search) or (asks and self._tiering.loads.is_full))
                 claim = self._budget.weigh if is_early else self._budget.claim
                 share = claim(search.client, match.namespaces, request, most, tail)
+                search.size = sum(share.marks.values()) if request.queued else 0
                 if share.is_taken:
                     search.share = share
                 elif request.pins:
@@ -144,8 +147,7 @@ class Lookups:
                 else:
                     part, asks = None, False  # what memory has needs no room
         if part is not None:
-            search.part = part
-            self._enter(search, _STORES, match, now)
+            self._enter(search, _STORES, match, now, part)
             return []
         if asks and self._may_enter(search, _TIERS, now):
             return self._ask_tiers(search, match, now)
@@ -182,6 +184,7 @@ class Lookups:
         self._enter(search, _TIERS, match, now)  # first, because loads may evict
         tiers = TierSearch(
             namespace, search.name, request, tenant_salt(client.tenant, request.salt), match.chunks, now, search.held,
+            search.want,
         )  # fmt: skip
         tier_tasks = self._tiering.loads.begin(tiers)
         if tier_tasks is None:
@@ -219,15 +222,17 @@ class Lookups:
         hashes = self._queued_hashes + len(search.request.hashes) // HASH_BYTES if phase is _WANTED else 0
         return there < row.most and hashes <= MOST_QUEUED_HASHES
 
-    def _enter(self, search: Search, phase: Phase, match: Match, now: float) -> None:
-        """Let a search be in a phase, as its row says. match: what memory has of its prompt."""
+    def _enter(self, search: Search, phase: Phase, match: Match, now: float, part: Chunk | None = None) -> None:
+        """Let a search be in a phase, as its row says. match: what memory has. part: what it waits for in STORES."""
         before, row = search.phase, self._rows[phase]
         assert phase in self._rows[before].next, f"{before} -> {phase}"
         self._leave(search)
-        search.phase = phase
+        search.phase, search.part = phase, part
         self._searches[search.name] = search
         self._in[phase][search] = None
         self._hold(search, match.tops if row.holds else [])
+        if row.wants and search.request.queued:
+            self._want(search, match)
         if phase is _WANTED:
             search.turn = search.request.place, next(self._numbers) if search.turn[1] < 0 else search.turn[1]
             insort(self._queues.setdefault(search.client, []), (*search.turn, search))
@@ -262,6 +267,25 @@ class Lookups:
         search.held.clear()
         search.held.update({(chunk.namespace.number, chunk.key): chunk for chunk in chunks})
 
+    def _want(self, search: Search, match: Match) -> None:
+        """Let a search want what memory has of its prompt, and wait for the chunk behind that, at its place in the
+        queue."""
+        request, wants = search.request, self._index.wants
+        if search.want is None:
+            search.want = wants.join(search.client, request.place, search.size)
+            self._wanting[search.want] = search
+        key = request.hashes[match.chunks * HASH_BYTES : (match.chunks + 1) * HASH_BYTES]
+        wants.want(search.want, match.tops, (match.namespaces[0], key) if key and match.namespaces else None)
+
+    def _pass(self, namespace: Namespace, key: bytes) -> None:
+        """A chunk is there: the first in a queue that has waited for it wants it and what follows. Others that wait for
+        it would want the same chunks, so they are not looked at before that one leaves its queue."""
+        want = self._index.wants.waiting_for(namespace, key)
+        if want is not None:
+            search = self._wanting[want]
+            self._want(search, self._match(search))
+            search.passed.append((namespace, key))
+
     def _close(self, search: Search) -> None:
         """A search is answered, and its session or lease holds what was found."""
         if search.phase is not Phase.ASKED:
@@ -269,6 +293,12 @@ class Lookups:
             self._hold(search, [])
             del self._searches[search.name]
             search.deadline = NEVER
+        if search.want is not None:
+            self._index.wants.unwant(search.want)
+            del self._wanting[search.want]
+            search.want, passed = None, search.passed
+            for namespace, key in passed:
+                self._pass(namespace, key)
         search.phase = Phase.ANSWERED
         if search.share is not None:
             self._budget.end(search.share)
@@ -358,6 +388,9 @@ class Lookups:
         self._late -= {part for part, chunk in ended.items() if not chunk.is_being_stored}
         for search in [search for part in ended for search in self._awaiting.get(part, ())]:
             actions += self._again(search, now)
+        for chunk in ended.values() if self._wanting else ():
+            if is_there(chunk):
+                self._pass(chunk.namespace, chunk.key)
         return actions
 
     def next_deadline(self) -> float:
@@ -444,7 +477,7 @@ class Lookups:
             matched = self._leases.begin(lease, found.pins, found.chunks)
             return [*self.give_up_lease(client, request.name), Reply(client.identity, number, matched)]
         lookup = wire.Lookup(
-            request.model, request.world_size, request.blocks_in_chunk, request.name, 1, request.hashes, True,
+            request.model, request.world_size, request.blocks_in_chunk, request.name, 0, request.hashes, True,
             request.salt, request.chunk_tokens,
         )  # fmt: skip
         search = Search(client, number, lookup, (client.tenant, request.name), lease)

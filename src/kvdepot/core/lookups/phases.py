@@ -53,7 +53,8 @@ class Row(NamedTuple):
 
     next: the phases that may follow. within_s: how long it may wait, in seconds; NEVER: it has no deadline. most: how
     many searches may be in the phase, or in it and those that share its limit; others are answered at once. holds:
-    whether it holds what memory has of its prompt (and in TIERS, what arrives). wants: whether it marks that as wanted.
+    whether it holds what memory has of its prompt (and in TIERS, what arrives). wants: whether that is wanted, and it
+    has its place in the queue, if its request is queued.
     """
 
     next: frozenset[Phase]
@@ -70,8 +71,8 @@ def table(lookup_s: float) -> dict[Phase, Row]:
         asked: Row(frozenset({room, wanted, stores, tiers, answered})),
         room: Row(frozenset({room, stores, tiers, answered}), STORE_S, 1024),
         wanted: Row(frozenset({wanted, stores, tiers, answered}), NEVER, 4096, wants=True),
-        stores: Row(frozenset({stores, tiers, answered}), STORE_S, 1024, holds=True),
-        tiers: Row(frozenset({answered}), lookup_s, 1024, holds=True),
+        stores: Row(frozenset({stores, tiers, answered}), STORE_S, 1024, holds=True, wants=True),
+        tiers: Row(frozenset({answered}), lookup_s, 1024, holds=True, wants=True),
         answered: Row(frozenset()),
     }
 

@@ -11,7 +11,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from kvdepot.core.clients import Client, PinShare
-from kvdepot.core.index.chunk import Chunk
+from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.wants import Want
 from kvdepot.core.leases import Lease
 from kvdepot.core.lookups.phases import NEVER, Phase
 from kvdepot.core.tiering.loading import TierSearch
@@ -33,6 +34,9 @@ class Search:
     first: int = 0  # chunks that memory had when it was searched last
     held: dict[tuple[int, bytes], Chunk] = field(default_factory=dict)  # by number of the namespace and key
     share: PinShare | None = None  # of the pin budget
+    size: int = 0  # bytes of its share, taken or not, if it is queued
+    want: Want | None = None  # its place in the queue of its engine, and what it wants
+    passed: list[tuple[Namespace, bytes]] = field(default_factory=list)  # chunks that others may still wait for
     part: Chunk | None = None  # that is being stored, in the phase STORES
     tiers: TierSearch | None = None  # since the phase TIERS
     is_shortened: bool = False  # the answer is what fits the pin budget
@@ -40,4 +44,4 @@ class Search:
     @property
     def by_hand(self) -> bool:
         """Whether it warms or leases a prompt; such lookups count neither as hits nor as misses."""
-        return self.lease is not None or not self.request.readers
+        return not self.request.readers

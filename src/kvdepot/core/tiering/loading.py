@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import TypeAlias
 
 from kvdepot.core.index import matching
@@ -19,6 +20,7 @@ from kvdepot.core.index.chunk import Chunk, Namespace, Shard, is_hidden
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.matching import deepest_boundary, needed_parts
 from kvdepot.core.index.runs import Run
+from kvdepot.core.index.wants import Want
 from kvdepot.core.tiering.forgetting import Forgettings
 from kvdepot.core.tiering.speed import RETRY_S, SLACK
 from kvdepot.core.tiering.tier import TASK_BYTES, TierState, facts_of, part_of
@@ -59,6 +61,8 @@ class TierSearch:
     first: int
     begun: float
     held: dict[tuple[int, bytes], Chunk]
+    want: Want | None = None  # the lookup's, if it is queued
+    depth: float = inf  # of what it loads, as in Run
     hashes: bytes = b""
     tails: tuple[Tail, ...] = ()
     extended: float = 0.0  # when its deadline was last put off, because its tiers answer
@@ -356,6 +360,10 @@ class Loads:
         if (tail := self._tail(tier_search)) is not None:
             tier_search.end_in(tail)
         tier_search.loading, tier_search.load_begun = True, now
+        if tier_search.want is not None:
+            tier_search.depth = self._index.wants.depth(tier_search.want)
+        elif tier_search.request.readers:
+            tier_search.depth = 0.0  # its engine is waiting
         by_tier: dict[int, list[Arrival]] = {}
         if not tier_search.namespace.gone:
             for arrival in self._reserve_prefix(tier_search):
@@ -441,7 +449,7 @@ class Loads:
         position = i + 1 if tier_search.request.chained else 0
         reserved: list[Arrival] = []
         for rank, tier in far:
-            run = Run(key, group.sizes[rank], parent, position, tier_search.salt)
+            run = Run(key, group.sizes[rank], parent, position, tier_search.salt, depth=tier_search.depth)
             made = self._index.reserve(group, rank, run, None)
             if not made.chunks:  # no room: without this shard, the others are useless
                 for arrival in reserved:
