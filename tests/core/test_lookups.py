@@ -321,7 +321,8 @@ def test_a_deep_queue_on_a_slow_tier_is_bounded_and_nothing_is_lost_or_starved()
         go_on(host)
         assert kept(host) <= pages * 3 // 8, "what the queue keeps leaves too little for stores"
         for i in [i for i in left if asked[i] in host.answers][:2]:  # the engine begins two a step
-            assert host.answers[asked[i]] == length and i == next(iter(left)), "a later one came first"
+            # What memory has overtakes what tiers load, but nothing overtakes more than may be kept.
+            assert host.answers[asked[i]] == length and i in list(left)[: pages * 3 // 8 // length]
             assert host.ask(b"one", retrieve(chains[i], request=f"r{i}")) == [True] * length
             assert host.ask(b"one", store(prompt(f"new {i}", 4))) is True
             host.send(b"two", wire.EndSession(f"r{i}"))

@@ -109,13 +109,13 @@ def test_a_tail_that_another_continues_is_evicted_first() -> None:
         desk.ask(b"one", request)
     keep(desk, tail("first"))
     keep(desk, tail("second"), continues=tail("first").key)
-    assert desk.ask(b"one", with_tails(tail("first"))) == -1  # which makes it the one that was used last
+    assert desk.ask(b"one", with_tails(tail("first"))) == wire.Hit(3, 0)  # which makes it the one that was used last
     desk.ask(b"one", wire.EndSession("r"))
     assert desk.index.allocator.free_bytes == 4 * PAGE
     for request in group_stores(STATES, prompt("b", 6), [range(6), []]):
         assert desk.ask(b"one", request) is True
     assert not any(tail("first").key in namespace.chunks for namespace in desk.index.namespaces.all())
-    assert desk.ask(b"one", with_tails(tail("second"), tail("first"))) == -1
+    assert desk.ask(b"one", with_tails(tail("second"), tail("first"))) == wire.Hit(3, 0)
     desk.ask(b"one", wire.EndSession("r"))
     desk.assert_empty()
 
@@ -131,14 +131,14 @@ def test_a_tail_whose_successor_is_not_stored_is_not_evicted_first(successor: st
     keep(desk, tail("first"))
     everything = [chunk for namespace in desk.index.namespaces.all() for chunk in namespace.chunks.values()]
     desk.index.hold(everything)
-    assert desk.ask(b"one", with_tails(tail("first"))) == -1
+    assert desk.ask(b"one", with_tails(tail("first"))) == wire.Hit(3, 0)
     for request in stored(tail(successor), continues=tail("first").key):
         assert desk.ask(b"one", request) is (successor == "first")
     desk.ask(b"one", wire.EndSession("r"))
     desk.index.release(everything)
     for request in group_stores(STATES, prompt("c", 6), [range(6), []]):
         assert desk.ask(b"one", request) is True
-    assert desk.ask(b"one", with_tails(tail("first"))) == -1
+    assert desk.ask(b"one", with_tails(tail("first"))) == wire.Hit(3, 0)
     desk.ask(b"one", wire.EndSession("r"))
     desk.assert_empty()
 

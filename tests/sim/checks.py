@@ -136,7 +136,7 @@ class Checks:
     def check_conserved(self) -> None:
         """Each shard that stores have asked for is counted once, under what became of it, or its operation goes on."""
         counters = self.depot.counters
-        fates = "stored", "known", "dropped", "capped", "mismatched", "failed"
+        fates = "stored", "known", "dropped", "capped", "yielded", "mismatched", "failed"
         ended = {fate: counters[f"{fate}_chunks"] for fate in fates}
         operations = [each for client in self.depot.clients for each in client.operations.values()]
         under_way = sum(len(each.chunks) for each in operations if isinstance(each.request, wire.Store))
