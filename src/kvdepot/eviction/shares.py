@@ -78,31 +78,36 @@ ShareT = TypeVar("ShareT", bound=FairShare)
 
 
 def victim_for(
-    by: ShareT | None, size: int, shares: Sequence[ShareT], charge_of: Callable[[Victim], int], depth: float = inf
+    by: ShareT | None,
+    size: int,
+    shares: Sequence[ShareT],
+    charge_of: Callable[[Victim], int],
+    depth: float | None = None,
 ) -> Victim | None:
     """The entry to evict next for a reservation of `size` bytes by a share, taken out of its policy's queue.
 
     None if none may be evicted for it. by: None: for no share in particular, so that every floor holds. charge_of: the
     bytes that an entry's eviction frees. The caller removes the entry, or returns it to its policy.
 
-    depth: of the reservation, which its own share's entries yield to if they are wanted behind it. A share above the
-    level of the one that reserves yields all that is wanted, and one below it nothing.
+    depth: of the reservation. Its own share gives up what is wanted behind it, a share above its level all that is
+    wanted, and one below it nothing of that. None: nothing that is wanted may go.
     """
+    mine, others = (inf, inf) if depth is None else (depth, -1.0)
     if len(shares) == 1:
-        return shares[0].victim(depth)
+        return shares[0].victim(mine)
     highest, level = by, 0.0
     if by is not None:
         if by.used + size > by.cap:
-            return by.victim(depth)
+            return by.victim(mine)
         above = by.spare + size
         if above > 0:
             level = above / by.weight
-    own, claim = level, inf if by is None else -1.0
+    own = level
     for each in shares:  # this loop is most of what quotas cost
         if each.spare > level * each.weight:
             highest, level = each, each.spare / each.weight
     if highest is not None:
-        victim = _victim_above_floor(highest, by, charge_of, depth if highest is by else claim)
+        victim = _victim_above_floor(highest, by, charge_of, mine if highest is by else others)
         if victim is not None:
             return victim
     levels = [
@@ -111,7 +116,7 @@ def victim_for(
         if each is not highest and (each is by or each.spare > 0)
     ]
     for level, number in sorted(levels, reverse=True):
-        behind = depth if shares[number] is by else claim if level > own else inf
+        behind = mine if shares[number] is by else others if level > own else inf
         if (victim := _victim_above_floor(shares[number], by, charge_of, behind)) is not None:
             return victim
     return None

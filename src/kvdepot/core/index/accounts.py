@@ -7,7 +7,6 @@ accounts' bytes add up to the arena's used bytes; a change of a quota that is re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import inf
 from operator import attrgetter
 
 from kvdepot.core.index.chunk import Account, Chunk, Namespace, Shard, is_evictable
@@ -68,9 +67,9 @@ class Accounts:
         """The account of a tenant's chunks that are stored under a salt: the salt's own, the tenant's, or the rest."""
         return self._by_owner.get((tenant, salt)) or self._by_owner.get((tenant, b""), self.rest)
 
-    def victim(self, by: Account | None, size: int, depth: float = inf) -> Chunk | None:
+    def victim(self, by: Account | None, size: int, depth: float | None = None) -> Chunk | None:
         """The chunk to evict next for a reservation of `size` bytes by an account; see `shares.victim_for`. depth: of
-        the request that waits for these bytes (wants.py); infinity: none does.
+        the request that waits for these bytes (wants.py); infinity: none does; None: no wanted chunk may go.
 
         The caller removes the chunk, or holds it; `Index.release` then returns it to the policy.
         """
