@@ -142,7 +142,7 @@ class Run(Host):
         server = self.server
         if server is None or not server.serving or server.depot.operations:
             return False
-        if server.depot.tiering.lookups or server.depot.tiering.forgettings or server.depot.removals:
+        if server.depot.tiering.loads or server.depot.tiering.forgettings or server.depot.removals:
             return False  # whose askers have stopped waiting, perhaps
         if any(server.is_busy_for(client.link) for client in self.clients):
             return False  # a client that has found its server again registers anew, without being asked

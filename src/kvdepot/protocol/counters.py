@@ -288,7 +288,7 @@ TIER = (
             advice="See `failures`."),
     Counted(
         "searches_refused", "lookups", "Lookups that skipped this tier because too many were waiting for it.",
-        "tier lookups refused: too many", advice="The tier is too slow for this load.",
+        "tier searches refused: too many", advice="The tier is too slow for this load.",
     ),
     Counted("evicted", "objects", "Disk: objects evicted.", "evicted to make room",
             advice="Increase its capacity if prompts come back later than it keeps them."),
