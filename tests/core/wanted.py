@@ -72,11 +72,12 @@ class WatchedIndex(Index):
         """Nothing of an account could have been evicted for it."""
         self.meet("store_yielded" if why is Refusal.WANTED else "store_refused")
         own = [chunk for chunk in self._evictable(account) if id(chunk) not in spared]
-        if account.used <= account.cap and size <= account.cap:
+        is_capped = account.used > account.cap
+        if not is_capped and size <= account.cap:
             assert not [chunk for chunk in own if self.wanted(chunk) == inf], "an unwanted chunk could have gone"
             assert not [chunk for chunk in own if inf > self.wanted(chunk) > depth], "one wanted later could have gone"
         evictable = [chunk for chunk in self._evictable(account) if chunk.wants]
-        assert (why is Refusal.WANTED) == bool(evictable), "a refusal has another reason"
+        assert (why is Refusal.WANTED) == (bool(evictable) and not is_capped), "a refusal has another reason"
 
     def _evictable(self, account: Account) -> Iterator[Chunk]:
         for namespace in self.namespaces.all():

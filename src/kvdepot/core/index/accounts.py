@@ -79,7 +79,7 @@ class Accounts:
 
     def refusal(self, account: Account, size: int) -> Refusal:
         """Why a reservation of `size` bytes by an account found no room."""
-        if self.wants.victim(account, -1.0) is not None:
+        if account.used <= account.cap and self.wants.victim(account, -1.0) is not None:
             return Refusal.WANTED
         return Refusal.OVER_CAP if account.is_over_cap_with(size) else Refusal.NO_ROOM
 
