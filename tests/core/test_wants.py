@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
-from types import FrameType
 from typing import Any
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvdepot.core.index import matching, wants
+from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Chunk, Namespace, Shard, is_unwanted
 from kvdepot.core.index.events import Reason
 from kvdepot.core.index.excess import trim
-from kvdepot.core.index.runs import Refusal, Reservation, Run
+from kvdepot.core.index.runs import Reservation, Run
 from kvdepot.core.index.wants import Want
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol.quotas import Quota
 from tests.conftest import clear
-from tests.core.groups import Rack, Reaches, wire_groups
-from tests.core.shelf import key_of, keys, prompt
-from tests.core.wanted import WatchedIndex, said
+from tests.core.groups import Reaches, wire_groups
+from tests.core.shelf import key_of, prompt
+from tests.core.wanted import WatchedIndex
 
 TENANTS = ["", "a", "b"]
 OWNERS = ["an engine", "another", "a third"]
