@@ -447,5 +447,4 @@ class Index:
     def validate(self) -> None:
         """Raise AssertionError unless every count, link and state agrees; O(n), for tests and `kvdepot check`."""
         check(self.namespaces.all(), self.allocator, self.accounts, (self.chunks, self.reserved, self.held))
-        self.wants.check(self.namespaces.all())
         self.namespaces.writers.check(self.namespaces.all())

@@ -31,8 +31,11 @@ _MOST_TOPS = 1 << 16
 
 @dataclass(slots=True, eq=False)
 class Want:
-    """What one request in a queue is going to read. order: its place in its owner's queue, and its number of arrival.
-    size: bytes that its request asks for. tops: by id(). missing: model and key of the first chunk that it lacks."""
+    """The claim of one request in a queue on what it is going to read.
+
+    order: its place in its owner's queue, and its number of arrival. size: bytes that its request asks for. tops: by
+    id(). missing: model and key of the first chunk that it lacks.
+    """
 
     owner: object
     order: tuple[int, int]
@@ -228,7 +231,7 @@ class Wants:
 
     # -- checks
 
-    def check(self, namespaces: Sequence[Namespace]) -> None:
+    def check(self, namespaces: Iterable[Namespace]) -> None:
         """Raise AssertionError unless each chunk is wanted as often as it says; O(n), for tests."""
         chunks = {id(chunk): chunk for each in namespaces for chunk in each.chunks.values()}
         wants = [want for queue in self._queues.values() for want in queue.wants]
