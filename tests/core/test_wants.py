@@ -306,7 +306,11 @@ def test_a_chunk_that_takes_the_place_of_its_tail_keeps_the_depth_of_the_earlier
     said(index, "engine", top(namespace, "a", 3), size=3)  # 1
     said(index, "engine", top(namespace, "b", 3), size=3)  # 4
     said(index, "engine", top(namespace, "a", 2), size=3)  # 7, but wanted at 1 with what is behind it
-    assert store(index, namespace, "c", 4, depth=0) is None
+    assert store(index, namespace, "c", 3, depth=0) is None
+    assert (left(namespace, "a"), left(namespace, "b")) == (2, 1)
+    index.hold(top(namespace, "c", 3))
+    assert store(index, namespace, "d", 1, depth=3) is Refusal.WANTED
+    assert store(index, namespace, "d", 1, depth=0) is None
     assert (left(namespace, "a"), left(namespace, "b")) == (1, 1)
 
 
@@ -332,6 +336,9 @@ def test_wanted_chunks_can_go_from_the_account_that_a_new_quota_gives_them() -> 
     index.set_quota("tenant", Quota(floor_bytes=PAGE))
     assert store(index, namespace, "c", 2, depth=0) is None
     assert left(namespace, "a") == 2
+    index.set_quota("tenant", Quota(cap_bytes=PAGE))
+    trim(index, 8)
+    assert (left(namespace, "a"), index.chunks) == (1, 1), "wanted chunks keep nobody above a cap"
 
 
 def test_of_chunks_without_known_parents_the_last_wanted_one_goes_first() -> None:
