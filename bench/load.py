@@ -34,6 +34,7 @@ from kvdepot.cli.connect import connect
 from kvdepot.cli.options import Address
 from kvdepot.cli.output import clean, count, duration, print_json, progress
 from kvdepot.client import admin
+from kvdepot.client.calls import answer
 from kvdepot.client.socket import MessagingFuture
 from kvdepot.client.transfer import PromptChunks, ShardSpec, Transfer, pack_block_ids
 from kvdepot.client.worker import WorkerClient
@@ -236,7 +237,7 @@ class LoadClient:
         """Whether all of a prompt was found."""
         # readers 0: not counted among the lookups of engines
         lookup = PromptChunks(self._worker.spec, transfer.hashes).lookup(transfer.request_id)
-        return bool(self._worker.client.ask(lookup).result(_ANSWER_S) == self._plan.chunks)
+        return answer(self._worker.client, lookup, wire.Hit, _ANSWER_S).chunks == self._plan.chunks
 
     def _end(self, transfer: Transfer) -> MessagingFuture[object]:
         return self._worker.client.ask(wire.EndSession(transfer.request_id))

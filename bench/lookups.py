@@ -189,7 +189,7 @@ def _rate(scale: Scale, url: str, prompt: list[int]) -> Figure:
     hashes = bytes(chain.hashes)
     lookup = wire.Lookup(MODEL, 1, _CHUNK_TOKENS // BLOCK_TOKENS, "request-0000", 1, hashes)
     request_bytes = len(wire.encode_request(1, lookup))
-    reply_bytes = len(wire.encode_answer(bytes(wire.ID_BYTES), bytes(wire.BOOT_BYTES), len(chain)))
+    reply_bytes = len(wire.encode_answer(bytes(wire.ID_BYTES), bytes(wire.BOOT_BYTES), wire.Hit(len(chain))))
     context: zmq.Context[Any] = zmq.Context()
     echo = Echo(context, reply_bytes)
     askers = ["depot", url, MODEL, str(BLOCK_TOKENS), str(len(chain)), hashes.hex()]

@@ -19,6 +19,7 @@ from kvdepot.core.connections import Connections, OwnArena
 from kvdepot.core.depot import Depot
 from kvdepot.core.forgetting import STEP_CHUNKS
 from kvdepot.core.index.index import Index
+from kvdepot.core.lookups.phases import Phase
 from kvdepot.core.report import ServerFacts
 from kvdepot.errors import KVDepotError, LayoutError
 from kvdepot.protocol import wire
@@ -115,8 +116,11 @@ class Harness:
     # -- actions
 
     def replied(self, reply: Reply, frame: bytes) -> None:
-        """Called with each reply; frame: the message to the client."""
-        self.answers[reply.client, reply.number] = reply.value
+        """Called with each reply; frame: the message to the client. A hit of whole chunks, of which nothing else is
+        said, reads as their number."""
+        hit = reply.value
+        is_plain = isinstance(hit, wire.Hit) and hit == wire.Hit(hit.chunks)
+        self.answers[reply.client, reply.number] = hit.chunks if is_plain else hit  # type: ignore[attr-defined]
 
     def submitted(self, task: Prepare) -> None:
         """Called when the core wants memory to be allocated. The outcome goes to `finished`."""
@@ -159,7 +163,7 @@ class Harness:
     def deliver(self, identity: bytes, frame: bytes) -> None:
         """Deliver a message to the core. A lookup or copy that is delivered again while it waits is one request."""
         client, number = self.depot.client(identity), wire.number_of(frame)
-        lookups = () if client is None else client.pending.values()
+        lookups = [each for each in self.depot.lookups._searches.values() if each.client is client]
         copies = () if client is None else client.operations.values()
         waiting = [*(each.number for each in lookups), *(each.number for each in copies if each.placement is None)]
         self.unanswered[identity, number] += number not in waiting
@@ -181,15 +185,21 @@ class Harness:
 
     def check_budget(self) -> None:
         """The pin budget counts what lookups and waiting requests hold, and lets a client that holds nothing begin."""
-        sessions, clients = self.depot.sessions, self.depot.clients
-        pending = [each for client in clients for each in client.pending.values()]
-        holders = [*pending, *(session for client in clients for session in client.sessions.values())]
-        shares = [each.share for each in holders if each.share is not None]
-        sessions.budget.validate(shares)
-        assert all(each.share is not None or not each.held for each in pending)
+        lookups, budget = self.depot.lookups, self.depot.pins.budget
+        sessions = [session for client in self.depot.clients for session in client.sessions.values()]
+        shares = [each.share for each in (*lookups._searches.values(), *sessions) if each.share is not None]
+        budget.validate(shares)
         owners = {share.client for share in shares}
-        may_go_on = sessions.budget.has_freed or self.depot.tiering.lookups.is_full
-        assert may_go_on or all(each.asker in owners for each in sessions._waiting.for_room())
+        may_go_on = budget.has_freed or self.depot.tiering.loads.is_full
+        roomless = [*lookups._in[Phase.ROOM], *lookups._in[Phase.WANTED]]
+        assert may_go_on or all(each.client in owners for each in roomless)
+        for search in lookups._searches.values():
+            row = lookups._rows[search.phase]
+            assert [phase for phase, those in lookups._in.items() if search in those] == [search.phase]
+            assert row.holds or not search.held, "a search holds what its phase does not"
+            assert (search.want is not None) == (search.request.queued and row.wants)
+        assert len(lookups) == sum(map(len, lookups._in.values())), "a search is in no phase"
+        assert len(self.index.wants) == sum(each.want is not None for each in lookups._searches.values())
 
     def _forget_dead(self) -> None:
         """Drop requests that are answered, and those of dead clients."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvdepot.client import MessageQueueClient, admin
+from kvdepot.client.calls import answer
 from kvdepot.client.copies import Arenas, carry, read_placement
 from kvdepot.errors import ConfigError
 from kvdepot.keys import HASH_BYTES, ROOT
@@ -39,7 +40,7 @@ def fill(client: MessageQueueClient, model: str, instance: int, chunk_tokens: in
 
 
 def found(client: MessageQueueClient, model: str, hashes: bytes) -> int:
-    return int(client.ask(wire.Lookup(model, 1, 1, model, 1, hashes, True)).result(HANG_S))
+    return answer(client, wire.Lookup(model, 1, 1, model, 1, hashes, True), wire.Hit, HANG_S).chunks
 
 
 def objects(depot: Depot) -> int:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from kvdepot.client import lane as lanes
+from kvdepot.client.calls import answer
 from kvdepot.client.connection import GRACE_S
 from kvdepot.client.lane import Lane, LaneFuture
 from kvdepot.client.operations import BlockIds
@@ -131,8 +132,7 @@ class Rank:
     def found(self, hashes: bytes) -> int:
         """Chunks that a lookup finds."""
         lookup = PromptChunks(self.spec, hashes, is_chained=False).probe("l")
-        found: int = self.client.ask(lookup).result(HANG_S)
-        return found
+        return answer(self.client, lookup, wire.Hit, HANG_S).chunks
 
     def close(self) -> None:
         self.blocks.gate.set()

@@ -187,6 +187,11 @@ class Desk(Harness):
         assert self.index.allocator.free_bytes == self.index.allocator.capacity
 
 
+def hit(answer: Any) -> wire.Hit:
+    """The answer to a lookup, which reads as a number if only whole chunks are said to be found."""
+    return answer if isinstance(answer, wire.Hit) else wire.Hit(answer)
+
+
 def instance_of(reaches: Reaches, group: int, rank: int = 0) -> int:
     """The number under which `register_groups` registers a group of a rank."""
     return 1 + rank * len(reaches) + group

@@ -105,7 +105,7 @@ class Host(Desk):
         """Nothing is held, waits or is on its way."""
         self.rest()
         self.index.validate()
-        assert (self.index.held, self.index.reserved, len(self.depot.tiering.lookups)) == (0, 0, 0)
+        assert (self.index.held, self.index.reserved, len(self.depot.tiering.loads)) == (0, 0, 0)
         assert not self.depot.tiering.busy
 
 

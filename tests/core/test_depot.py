@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvdepot.core.waiting import STORE_S
+from kvdepot.core.lookups.phases import STORE_S
 from kvdepot.errors import BadRequest, Busy, KVDepotError, LayoutError, UnknownClient, UnknownInstance
 from kvdepot.keys import ChunkChain
 from kvdepot.memory.allocator import PAGE

@@ -17,7 +17,7 @@ from kvdepot.memory.extents import checksum
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.layout import BlockFormat, chunk_format
-from tests.core.desk import Copying, Desk, prompt
+from tests.core.desk import Copying, Desk, hit, prompt
 
 pytest.importorskip("hypothesis")
 
@@ -244,7 +244,8 @@ class PlacementMachine(RuleBasedStateMachine):
         if kind == "keys":  # a prefix is recognised by its last hash
             hashes = b"\0" * HASH_BYTES + hashes[HASH_BYTES:]
         lookup = wire.Lookup("m", 1, 1, request, 1, hashes, True, hurries=True, layout=fingerprint)
-        count, _, held = self.desk.ask_only(name, lookup)
+        found = hit(self.desk.ask_only(name, lookup))
+        count, held = found.chunks, found.places
         client.held.pop(request, None)
         assert held is None or (count and self.verify != "always" and kind == "")
         if held is not None:

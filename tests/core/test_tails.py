@@ -53,7 +53,7 @@ def keep(desk: Desk, *tails: wire.Tail, **options: Any) -> None:
 def test_the_longest_tail_behind_the_whole_chunks_is_found_and_pinned(desk: Desk) -> None:
     keep(desk, tail("short"), tail("long"), tail("before", 2))
     longest = with_tails(tail("unknown"), tail("long"), tail("short"), tail("before", 2))
-    assert desk.ask(b"one", longest) == -2
+    assert desk.ask(b"one", longest) == wire.Hit(3, 1)
     held = [chunk.key for each in desk.index.namespaces.all() for chunk in each.chunks.values() if chunk.holds]
     assert held == [tail("long").key] * 2
     assert desk.ask(b"one", with_tails(tail("before", 2))) == 3
@@ -69,7 +69,7 @@ def test_a_tail_that_lacks_its_state_or_the_chunks_before_it_is_no_hit(desk: Des
 def test_a_prompt_of_less_than_a_chunk_is_a_tail_alone(desk: Desk) -> None:
     first = tail("first", 0)
     keep(desk, first)
-    assert desk.ask(b"one", msgspec.structs.replace(with_tails(first), hashes=b"")) == -1
+    assert desk.ask(b"one", msgspec.structs.replace(with_tails(first), hashes=b"")) == wire.Hit(0, 0)
 
 
 def test_what_a_tail_pins_counts_in_the_pin_budget(desk: Desk) -> None:
@@ -80,14 +80,14 @@ def test_what_a_tail_pins_counts_in_the_pin_budget(desk: Desk) -> None:
     desk.send(b"one", alone)  # waits, and holds the short one
     desk.check_budget()
     desk.settle()
-    assert desk.depot.sessions.budget.bytes == 2 * PAGE
+    assert desk.depot.pins.budget.bytes == 2 * PAGE
     desk.ask(b"one", with_tails(tail("short", 0), tail("long", 0)))
     desk.ask(b"one", msgspec.structs.replace(lookup(CHAIN, "other"), tails=(tail("long", 0),)))
     desk.check_budget()
-    assert desk.depot.sessions.budget.bytes == 4 * PAGE  # of whole chunks, which both have in common
+    assert desk.depot.pins.budget.bytes == 4 * PAGE  # of whole chunks, which both have in common
     desk.ask(b"one", wire.EndSession("r"))
     desk.ask(b"one", wire.EndSession("other"))
-    assert desk.depot.sessions.budget.bytes == 0
+    assert desk.depot.pins.budget.bytes == 0
 
 
 def test_a_lookup_waits_for_a_tail_that_is_being_stored(desk: Desk) -> None:
@@ -97,8 +97,8 @@ def test_a_lookup_waits_for_a_tail_that_is_being_stored(desk: Desk) -> None:
     asked = desk.send(b"one", with_tails(tail("long"), tail("short")))
     assert asked not in desk.answers
     desk.settle()
-    assert desk.answers[asked] == -1
-    assert desk.ask(b"one", with_tails(tail("short"))) == -1
+    assert desk.answers[asked] == wire.Hit(3, 0)
+    assert desk.ask(b"one", with_tails(tail("short"))) == wire.Hit(3, 0)
 
 
 def test_a_tail_that_another_continues_is_evicted_first() -> None:
@@ -109,13 +109,13 @@ def test_a_tail_that_another_continues_is_evicted_first() -> None:
         desk.ask(b"one", request)
     keep(desk, tail("first"))
     keep(desk, tail("second"), continues=tail("first").key)
-    assert desk.ask(b"one", with_tails(tail("first"))) == -1  # which makes it the one that was used last
+    assert desk.ask(b"one", with_tails(tail("first"))) == wire.Hit(3, 0)  # which makes it the one that was used last
     desk.ask(b"one", wire.EndSession("r"))
     assert desk.index.allocator.free_bytes == 4 * PAGE
     for request in group_stores(STATES, prompt("b", 6), [range(6), []]):
         assert desk.ask(b"one", request) is True
     assert not any(tail("first").key in namespace.chunks for namespace in desk.index.namespaces.all())
-    assert desk.ask(b"one", with_tails(tail("second"), tail("first"))) == -1
+    assert desk.ask(b"one", with_tails(tail("second"), tail("first"))) == wire.Hit(3, 0)
     desk.ask(b"one", wire.EndSession("r"))
     desk.assert_empty()
 
@@ -131,14 +131,14 @@ def test_a_tail_whose_successor_is_not_stored_is_not_evicted_first(successor: st
     keep(desk, tail("first"))
     everything = [chunk for namespace in desk.index.namespaces.all() for chunk in namespace.chunks.values()]
     desk.index.hold(everything)
-    assert desk.ask(b"one", with_tails(tail("first"))) == -1
+    assert desk.ask(b"one", with_tails(tail("first"))) == wire.Hit(3, 0)
     for request in stored(tail(successor), continues=tail("first").key):
         assert desk.ask(b"one", request) is (successor == "first")
     desk.ask(b"one", wire.EndSession("r"))
     desk.index.release(everything)
     for request in group_stores(STATES, prompt("c", 6), [range(6), []]):
         assert desk.ask(b"one", request) is True
-    assert desk.ask(b"one", with_tails(tail("first"))) == -1
+    assert desk.ask(b"one", with_tails(tail("first"))) == wire.Hit(3, 0)
     desk.ask(b"one", wire.EndSession("r"))
     desk.assert_empty()
 
@@ -174,7 +174,7 @@ def test_a_tier_brings_the_longest_tail_and_the_chunks_before_it_alone() -> None
     tier = MemoryTier()
     put(server(tier), tail("short"), tail("long"))
     host = server(tier)
-    assert host.find(b"one", asks(tail("unknown"), tail("long"), tail("short"))) == -2
+    assert host.find(b"one", asks(tail("unknown"), tail("long"), tail("short"))) == wire.Hit(3, 1)
     whole = [CHAIN.slice(i, i + 1) for i in range(3)]
     assert sorted(loaded(host)) == sorted([*whole, tail("long").key, tail("long").key])  # not the state before it
     ids = msgspec.structs.replace(shards(CHAIN, first=3, end=4), hashes=tail("long").key)
@@ -182,7 +182,7 @@ def test_a_tier_brings_the_longest_tail_and_the_chunks_before_it_alone() -> None
     host.find(b"one", wire.EndSession("r"))
     host.done.clear()
     known = msgspec.structs.replace(asks(tail("unknown"), tail("long")), hashes=CHAIN.slice(0, 3))
-    assert host.find(b"one", known) == -2 and not host.done  # memory has one
+    assert host.find(b"one", known) == wire.Hit(3, 1) and not host.done  # memory has one
     host.find(b"one", wire.EndSession("r"))
     host.assert_quiet()
 
@@ -192,9 +192,9 @@ def test_a_tail_is_loaded_behind_chunks_in_memory() -> None:
     put(server(tier), tail("end"), tail("first", 0))
     host = server(tier, "off")
     put(host)
-    assert host.find(b"one", asks(tail("end"))) == -1 and loaded(host) == [tail("end").key] * 2
+    assert host.find(b"one", asks(tail("end"))) == wire.Hit(3, 0) and loaded(host) == [tail("end").key] * 2
     host.find(b"one", wire.EndSession("r"))
-    assert host.find(b"one", msgspec.structs.replace(asks(tail("first", 0)), hashes=b"")) == -1
+    assert host.find(b"one", msgspec.structs.replace(asks(tail("first", 0)), hashes=b"")) == wire.Hit(0, 0)
     host.find(b"one", wire.EndSession("r"))
     host.assert_quiet()
 
@@ -223,7 +223,7 @@ def test_tails_that_are_evicted_go_to_a_tier_first() -> None:
     ends = [tail(f"{number}") for number in range(12)]
     put(host, *ends)
     for end in ends:
-        assert host.find(b"one", asks(end)) == -1
+        assert host.find(b"one", asks(end)) == wire.Hit(3, 0)
         host.find(b"one", wire.EndSession("r"))
     host.assert_quiet()
 

@@ -250,7 +250,7 @@ def test_an_outcome_that_is_none_of_its_task_is_a_bug_and_raises(tier: MemoryTie
     host = new_host(tier)
     host.send(b"one", look(prompt("a", 2)))
     (find,) = host.tier_tasks
-    with pytest.raises(AssertionError, match="LookupFind ended with Erased"):
+    with pytest.raises(AssertionError, match="SearchFind ended with Erased"):
         host.finished(find, Erased())
 
 
@@ -601,7 +601,7 @@ def test_of_a_prompt_too_large_to_be_loaded_at_once_a_boundary_comes_each_time(t
 
 
 def test_no_more_objects_are_asked_for_than_a_lookup_may(tier: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvdepot.core.tiering.lookup._MOST_WANTED", 13)
+    monkeypatch.setattr("kvdepot.core.tiering.loading._MOST_WANTED", 13)
     reaches, chain = (0, 2), prompt("a", 9)
     fill(tier, reaches, chain, [range(9)] * 2)
     there = group_host(reaches, tier)
@@ -708,16 +708,16 @@ def test_finds_that_nobody_awaits_do_not_pile_up(tier: MemoryTier) -> None:
     for i in range(3000):
         host.send(b"one", look(chain, f"r{i}"))
         host.send(b"one", wire.EndSession(f"r{i}"))
-    assert not host.depot.tiering.lookups
+    assert not host.depot.tiering.loads
     assert len(host.tier_tasks) <= 1024 + 1
     host.rest()
 
 
-def test_ended_tier_lookups_are_not_kept_until_their_deadline(tier: MemoryTier) -> None:
+def test_ended_tier_searches_are_not_kept_until_their_deadline(tier: MemoryTier) -> None:
     host = new_host(tier, lookup_s=8.0)
     for i in range(3000):
         host.find(b"one", look(prompt("a", 2), f"r{i}"))
-    assert not host.depot.tiering.lookups
+    assert not host.depot.tiering.loads
     assert len(host.depot.tiering._deadlines) <= 1024
 
 

@@ -120,7 +120,7 @@ def test_a_refused_object_is_removed_and_a_forgotten_model_leaves_no_stamps(tier
 def test_what_is_loaded_from_a_tier_knows_its_writer(tier: MemoryTier) -> None:
     _, there = stamped(tier)
     asked = msgspec.structs.replace(look(prompt("bad", 4)), writers=True)
-    assert there.find(b"one", asked) == [4, [wire.WriterRun(4, "bad")]]
+    assert there.find(b"one", asked) == wire.Hit(4, writers=(wire.WriterRun(4, "bad"),))
     assert there.find(b"one", FORGET) == {"memory": 4, "disk:///d": 0}
     assert there.find(b"one", look(prompt("bad", 4))) == 0
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from kvdepot.errors import BadRequest
 from kvdepot.keys import ChunkChain
 from kvdepot.protocol import wire
-from tests.core.desk import PER_CHUNK, Desk, layout, lookup, prompt, shards, store
+from tests.core.desk import PER_CHUNK, Desk, hit, layout, lookup, prompt, shards, store
 
 LIMIT = 0.25
 CORRUPT = [-1.0]
@@ -48,7 +48,7 @@ def compare(desk: Desk, client: bytes, chain: ChunkChain, *found: float | list[f
 def found(desk: Desk, client: bytes, chain: ChunkChain, *, writers: bool = False) -> Any:
     answer = desk.ask(client, replace(lookup(chain), writers=writers))
     desk.ask(client, wire.EndSession("r"))
-    return answer if not writers else (answer[0], [(run.end, run.writer) for run in answer[1]])
+    return answer if not writers else (hit(answer).chunks, [(run.end, run.writer) for run in hit(answer).writers])
 
 
 def by(*writers: str) -> tuple[wire.WriterRun, ...]:

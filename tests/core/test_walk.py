@@ -27,7 +27,7 @@ CHUNKS = 4
 MOST_STORE, MOST_LOOKUP = 9, 7
 MOST_STAYS = 21
 """Stays of a store's request in all files, those of protocol/ included."""
-LISTENERS = {"lifetimes", "trails", "tiering", "sessions", "waiting"}
+LISTENERS = {"lifetimes", "trails", "tiering", "lookups"}
 COUNTING = {"trails", "usage", "histograms"}
 """Files that count what a lookup has found, and decide nothing."""
 

@@ -97,7 +97,7 @@ def test_requests_that_lie_are_refused_whole(scene: Scene) -> None:
                 scene.ask(request)
     for number in (-1, -(1 << 63), (1 << 63) - 1):
         with suppress(BadRequest):
-            assert scene.ask(wire.Lookup("hostile", number, number, "r", number, KEYS)) == 0
+            assert scene.ask(wire.Lookup("hostile", number, number, "r", number, KEYS)) == [0, None, [], None]
     with pytest.raises(ProtocolError, match="the limit is"):
         scene.ask(wire.Retrieve(7, [shards(request="r" * 10_000_000)]))
 
@@ -121,7 +121,7 @@ def test_a_store_whose_completion_lies_is_not_stored_and_holds_nothing(scene: Sc
         assert scene.ask(lied) is False
     with pytest.raises(UnknownRequest):
         scene.ask(honest)
-    assert scene.ask(wire.Lookup("hostile", 1, 4, "r", 2, KEYS)) == 0
+    assert scene.ask(wire.Lookup("hostile", 1, 4, "r", 2, KEYS)) == [0, None, [], None]
 
 
 def test_who_completes_what_is_not_its_own_changes_nothing(scene: Scene) -> None:

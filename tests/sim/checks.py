@@ -10,7 +10,7 @@ from kvdepot.core.index.chunk import Chunk, Namespace, Shard, State, is_evictabl
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.matching import for_lookup
 from kvdepot.core.index.recovery import InUse
-from kvdepot.core.waiting import STORE_S
+from kvdepot.core.lookups.phases import STORE_S
 from kvdepot.memory.allocator import PAGE, Extents
 from kvdepot.protocol import wire
 from kvdepot.tiers.worker import Load, Part
@@ -48,7 +48,7 @@ class Checks:
     _behind: Behind
     _waits: Waits
     _lookups: dict[tuple[bytes, bytes], tuple[float, wire.Lookup, list[bytes]]]
-    _answered: dict[tuple[bytes, bytes], int]
+    _answered: dict[tuple[bytes, bytes], wire.Hit]
     _removing: list[Forgot]
     _in_use: list[InUse]
     doing: Any
@@ -88,20 +88,21 @@ class Checks:
         self._since_validated = 0
         self.index.validate()
         self.heard.check(self.index.namespaces.all())
-        self.check_budget()
+        if not self.host.has_storms:  # what requests share may exceed a budget as small as theirs
+            self.check_budget()
         self.check_conserved()
         self._waits.check()
         assert (self.index.allocator.capacity - self.index.allocator.free_bytes) % PAGE == 0
         tiering = self.depot.tiering
-        arrivals = tiering.lookups._arrivals.values()
+        arrivals = tiering.loads._arrivals.values()
         arriving = sum(arrival.shard.size for arrival in arrivals if not arrival.is_given_up)
-        given_up = tiering.lookups.arriving_bytes - arriving  # on its way into what somebody else fills meanwhile
+        given_up = tiering.loads.arriving_bytes - arriving  # on its way into what somebody else fills meanwhile
         lingering = [shard for _, shards in self.depot.transfers._lingering for shard in shards]
         lingering += [use.shard for use in self._in_use if use.shard is not None]
         taken = {number: size for number, (*_, size) in self.index.accounts.given_up.items()}
         allocated = sum(taken.values()) - sum(taken[id(shard)] for shard in lingering)
         assert (given_up > 0) == (allocated > 0) and given_up <= allocated
-        assert all(each.leaving >= 0 for each in self.index.accounts.all()) and len(tiering.lookups) >= 0
+        assert all(each.leaving >= 0 for each in self.index.accounts.all()) and len(tiering.loads) >= 0
         if self.host.forgettings.all:
             for namespace in self._engines_namespaces():
                 for chunk in namespace.chunks.values():
@@ -136,7 +137,7 @@ class Checks:
     def check_conserved(self) -> None:
         """Each shard that stores have asked for is counted once, under what became of it, or its operation goes on."""
         counters = self.depot.counters
-        fates = "stored", "known", "dropped", "capped", "mismatched", "failed"
+        fates = "stored", "known", "dropped", "capped", "yielded", "mismatched", "failed"
         ended = {fate: counters[f"{fate}_chunks"] for fate in fates}
         operations = [each for client in self.depot.clients for each in client.operations.values()]
         under_way = sum(len(each.chunks) for each in operations if isinstance(each.request, wire.Store))
@@ -206,30 +207,32 @@ class Checks:
     ) -> None:
         """An answer is the deepest boundary that memory can restore; looking behind memory has not made it shorter."""
         # Whose answer nobody wants any more is told nothing.
-        given_up = isinstance(self.doing, wire.EndSession | wire.Lookup | wire.Lease | wire.EndLease) and not value
+        given_up = (
+            isinstance(self.doing, wire.EndSession | wire.Lookup | wire.Lease | wire.EndLease) and value == wire.MISS
+        )
         waited_s = self.world.now - since
         is_awaited = not given_up and not self.draining and not request.hurries
         roomless = asked in self.roomless
         self.roomless.discard(asked)
         in_time = is_awaited and not roomless and waited_s < self.host.config.lookup_s / 2
         self._behind.answered(asked, value, in_time)
-        if not isinstance(value, int):
+        if not isinstance(value, wire.Hit):
             return
         # One that is sent again after its answer is told the same, and keeps its pins: memory may have more by now.
-        is_repeated = bool(value) and self._answered.get(asked) == value
+        is_repeated = value != wire.MISS and self._answered.get(asked) == value
         self._answered[asked] = value
         self.world.counters["lookup_answered_again"] += is_repeated
         if is_awaited:
             self._waits.answered(request, waited_s, value, roomless)
         groups, found = self._asked_groups(request), found_by(request, value)
         self._check_found(groups, found)
-        if value:
+        if found:
             self._check_pinned(asked[0], request, groups, found)
         counters = self.world.counters
         late = waited_s >= self.host.config.lookup_s
         counters["lookup_at_its_deadline"] += late
         counters["lookup_cut_short"] += late and len(near) < len(found) < len(request.hashes) // 32
-        counters["tail_hit_from_tiers"] += value < 0 and found != near and bool(self.host.stores)
+        counters["tail_hit_from_tiers"] += value.tail is not None and found != near and bool(self.host.stores)
         if any(group.reach for group in groups):
             self._count_boundary(request, groups, len(near), len(found))
         now = self._prefix(request, groups)
@@ -359,16 +362,16 @@ class Checks:
         left = self.met.intersection(self.host.liveness_files)
         assert not left, f"cards of the dead stay: {sorted(left)}"
         assert (
-            not self.depot.sessions._by_request
+            not self.depot.pins._by_request
             and not self.depot.removals
             and not any(each.hiding for each in self.index.namespaces.all())
         )
-        assert not len(self.depot.sessions._waiting), "lookups that wait for stores, and nobody stores"
-        waiting = self.depot.sessions._awaiting, self.depot.removals._ready, self.depot.removals._forgetting
+        assert not len(self.depot.lookups), "lookups that wait, and nobody asks"
+        waiting = self.depot.lookups._late, self.depot.removals._ready, self.depot.removals._forgetting
         assert not any(waiting), f"requests that nobody will answer: {waiting}"
         tiering = self.depot.tiering
-        assert not tiering.lookups and not tiering.lookups._arrivals and not tiering.forgettings, tiering
-        assert not tiering.lookups.arriving_bytes
+        assert not tiering.loads and not tiering.loads._arrivals and not tiering.forgettings, tiering
+        assert not tiering.loads.arriving_bytes
         demoting_bytes = sum(each.leaving for each in self.index.accounts.all())
         assert not demoting_bytes, f"{demoting_bytes} bytes are still on their way out"
         for tier in tiering._tiers:

@@ -310,7 +310,8 @@ class Engine:
     def _step(self) -> None:
         self.host.steps_taken += 1
         if not self.leaving and len(self.requests) < 6 and self.world.chance(0.5):
-            self._arrive()
+            for _ in range(20 if self.host.has_storms and not self.requests else 1):
+                self._arrive()
         for request in list(self.requests.values()):
             if request.id not in self.requests:
                 continue
@@ -394,6 +395,7 @@ class Engine:
         request.tails = self._draw_tails(request) if self.has_tails else []
         tails = tuple(tail_of(request.stream, end, self.model.chunk_tokens) for end in request.tails)
         prompt = PromptChunks(self.scheduler.spec, b"".join(keys), salt, is_chained, tails)
+        self.scheduler.place = sum(request.id.encode()) % 3 - 1  # some of its requests go before others
         self.scheduler.submit(request.id, prompt)
 
     def _draw_tails(self, request: Request) -> list[int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvdepot.core.index.chunk import Namespace, State, is_hidden, is_there
-from kvdepot.core.waiting import STORE_S
+from kvdepot.core.lookups.phases import STORE_S, Phase
 from kvdepot.protocol import wire
 from kvdepot.tiers.format import NO_SALT, Facts
 from tests.sim.groups import deepest, longest, needed
@@ -29,12 +29,11 @@ def keys_in(request: wire.Lookup) -> list[bytes]:
     return [request.hashes[i : i + 32] for i in range(0, len(request.hashes), 32)]
 
 
-def found_by(request: wire.Lookup, answer: int) -> list[bytes]:
+def found_by(request: wire.Lookup, hit: wire.Hit) -> list[bytes]:
     """The keys of the prefix that an answer means."""
-    keys = keys_in(request)
-    return (
-        keys[:answer] if answer >= 0 else [*keys[: request.tails[-1 - answer].chunks], request.tails[-1 - answer].key]
-    )
+    tails = [] if hit.tail is None else [request.tails[hit.tail]]
+    assert all(tail.chunks == hit.chunks for tail in tails)
+    return [*keys_in(request)[: hit.chunks], *(tail.key for tail in tails)]
 
 
 def length_of(request: wire.Lookup, found: list[bytes]) -> tuple[int, int]:
@@ -72,7 +71,7 @@ class Behind:
     def look(self) -> None:
         """After every event."""
         if self._waiting:
-            self._peak = max(self._peak, self._server.depot.tiering.lookups.arriving_bytes)
+            self._peak = max(self._peak, self._server.depot.tiering.loads.arriving_bytes)
 
     def begin(self, asked: tuple[bytes, bytes], request: wire.Lookup, groups: list[Namespace]) -> None:
         server = self._server
@@ -133,7 +132,7 @@ class Behind:
     def answered(self, asked: tuple[bytes, bytes], value: object, in_time: bool) -> None:
         """in_time: a lookup was answered, as nothing that it waited for took long."""
         waiting = self._waiting.pop(asked, None)
-        if waiting is None or not in_time or not isinstance(value, int) or waiting.obstacles != self._obstacles():
+        if waiting is None or not in_time or not isinstance(value, wire.Hit) or waiting.obstacles != self._obstacles():
             return
         server = self._server
         if server._asked_groups(waiting.request) != waiting.groups:
@@ -173,7 +172,7 @@ class Waits:
             written = any(self._is_written(group, key) for group in groups for key in keys)
             assert written, f"the lookup of {request.request} waits for nothing"
 
-    def answered(self, request: wire.Lookup, waited_s: float, value: int, roomless: bool) -> None:
+    def answered(self, request: wire.Lookup, waited_s: float, hit: wire.Hit, roomless: bool) -> None:
         """A lookup is answered that nobody gave up. roomless: it waited for room."""
         server = self._server
         if server.host.stores:
@@ -183,18 +182,18 @@ class Waits:
             self._late |= self._written(request)  # also while a removal goes on, for the lookups after it
         if server.depot.removals or roomless:
             return
-        server.world.counters["lookup_awaited_store"] += waited_s > 0 and value > 0
-        server.world.counters["lookup_awaited_tail"] += waited_s > 0 and value < 0
-        server.world.counters["awaited_store_failed"] += waited_s > 0 and not coming and not value
+        server.world.counters["lookup_awaited_store"] += waited_s > 0 and hit.chunks > 0
+        server.world.counters["lookup_awaited_tail"] += waited_s > 0 and hit.tail is not None
+        server.world.counters["awaited_store_failed"] += waited_s > 0 and not coming and hit == wire.MISS
         assert not coming or coming & self._late, (
-            f"a lookup was answered with {value} chunks after {waited_s:.3f} s, while more was being stored"
+            f"a lookup was answered with {hit} after {waited_s:.3f} s, while more was being stored"
         )
 
     def expire(self) -> None:
         """Lookups are about to be overdue; those of leases get no answer here."""
-        for pending in self._server.depot.sessions._waiting._parts:
-            if pending.lease is not None and pending.store_deadline <= self._server.world.now:
-                self._late |= self._written(pending.lookup)
+        for search in self._server.depot.lookups._in[Phase.STORES]:
+            if search.lease is not None and search.deadline <= self._server.world.now:
+                self._late |= self._written(search.request)
 
     def storing(self, client: Client) -> set[tuple[int, bytes]]:
         """The parts that a client is storing."""

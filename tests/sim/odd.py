@@ -126,7 +126,7 @@ class _Odd:
             (_, key), (model, _) = self._random.choice(truth)
             lookup = wire.Lookup(model.name, model.world_size, 0, "r", 1, key)
             found = self._ask(lookup)
-            assert found == 0, f"{self.name}: found {found} chunks of another tenant"
+            assert found == [0, None, [], None], f"{self.name}: found {found} chunks of another tenant"
             self._host.world.counters["looked_for_anothers_chunks"] += 1
         server = self._host.server
         assert server is not None

@@ -142,7 +142,7 @@ class Run(Host):
         server = self.server
         if server is None or not server.serving or server.depot.operations:
             return False
-        if server.depot.tiering.lookups or server.depot.tiering.forgettings or server.depot.removals:
+        if server.depot.tiering.loads or server.depot.tiering.forgettings or server.depot.removals:
             return False  # whose askers have stopped waiting, perhaps
         if any(server.is_busy_for(client.link) for client in self.clients):
             return False  # a client that has found its server again registers anew, without being asked
@@ -466,6 +466,7 @@ EXPECTED = frozenset(
     asker_died_while_waiting awaited_chunks awaited_store_failed late_lookups lookup_awaited_room lookup_awaited_store
     lookup_answered_again shortened_lookups
     storer_died_while_awaited
+    store_yielded wanted_evicted_for_sooner
     completed_twice completed_at_a_successor copy_asked_again
     """.split()  # noqa: SIM905 - a list of sixty strings is no easier to read
 )

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvdepot.core.actions import Action, Prepare, Prepared, Reply, Stop
-from kvdepot.core.clients import PendingLookup
 from kvdepot.core.index.recovery import InUse, restore
+from kvdepot.core.lookups.search import Search
 from kvdepot.core.tiering.forgetting import DroppedErase
 from kvdepot.errors import KVDepotError, UnknownRequest
 from kvdepot.eviction import POLICIES
@@ -85,11 +85,13 @@ class Server(Checks, Harness):
             open_liveness=lambda name: LivenessView(self.host, name), tenant=lambda user: user,
             step_chunks=(1, 3, 256)[self.world.seed % 3],
         )  # fmt: skip
+        if self.host.has_storms:  # what does not fit is wanted
+            self.depot.pins.budget.most_bytes //= 6
         self.now = self.world.now
         self.ended_leases: dict[tuple[str, str], str] = {}  # why, by tenant and name: the last one of each
         self.depot.leases._end = partial(self._lease_ended, self.depot.leases._end)  # type: ignore[method-assign]
         self.roomless: set[tuple[bytes, bytes]] = set()  # lookups that waited for room, or got less for want of it
-        self.depot.sessions._wait_for_room = partial(self._found_no_room, self.depot.sessions._wait_for_room)  # type: ignore[method-assign]
+        self.depot.lookups._wait_for_room = partial(self._found_no_room, self.depot.lookups._wait_for_room)  # type: ignore[method-assign]
         self.depot.transfers.store = partial(self._store_begins, self.depot.transfers.store)  # type: ignore[method-assign]
         self._completed: set[tuple[bytes, int]] = set()  # operations, by client
         self._said: Any = None  # the last answer
@@ -101,7 +103,7 @@ class Server(Checks, Harness):
         self._late: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.condemned: dict[bytes, float] = {}  # keys that were forgotten or flipped, and when: no pin kept them
         self._lookups: dict[tuple[bytes, bytes], tuple[float, wire.Lookup, list[bytes]]] = {}
-        self._answered: dict[tuple[bytes, bytes], int] = {}  # lookups that were answered, and how
+        self._answered: dict[tuple[bytes, bytes], wire.Hit] = {}  # lookups that were answered, and how
         """Those that wait for an answer: since when, and what of their prefix memory had then."""
         self._retrieves: dict[tuple[bytes, bytes], list[list[tuple[str, bytes, int]]]] = {}
         """Those that wait for an answer: for each key the chunks that may be meant, their salts and since when."""
@@ -240,7 +242,7 @@ class Server(Checks, Harness):
         self._event(self._drain)
 
     def _drain(self) -> None:
-        self.world.counters["stopped_with_searches"] += bool(self.depot.tiering.lookups)
+        self.world.counters["stopped_with_searches"] += bool(self.depot.tiering.loads)
         self.act(self.depot.stop_waiting())
         assert not self._lookups, "a server that ends has not answered every lookup"
         self._maybe_leave()
@@ -420,11 +422,11 @@ class Server(Checks, Harness):
         self.asked_shards += 0 if is_repeated else sum(len(part.hashes) // 32 for part in asked.shards)
         return actions
 
-    def _found_no_room(self, wait: Callable[..., Any], pending: PendingLookup, *rest: Any) -> Any:
-        asked = pending.asker.identity, pending.number
-        self.world.counters["lookup_awaited_room"] += asked not in self.roomless and not pending.lookup.hurries
+    def _found_no_room(self, wait: Callable[..., Any], search: Search, *rest: Any) -> Any:
+        asked = search.client.identity, search.number
+        self.world.counters["lookup_awaited_room"] += asked not in self.roomless and not search.request.hurries
         self.roomless.add(asked)
-        return wait(pending, *rest)
+        return wait(search, *rest)
 
     def stopped(self, stop: Stop) -> None:
         if not self.draining:
@@ -562,8 +564,8 @@ class Server(Checks, Harness):
         usable = tier.breaker.usable
         if isinstance(tier_task, Load):
             arrivals = tier_task.arrivals
-            counters["load_for_several"] += any(len(set(map(id, each.tier_lookups))) > 1 for each in arrivals)
-            late = [each for each in arrivals if all(tier_lookup.ended for tier_lookup in each.tier_lookups)]
+            counters["load_for_several"] += any(len(set(map(id, each.tier_searches))) > 1 for each in arrivals)
+            late = [each for each in arrivals if all(tier_search.ended for tier_search in each.tier_searches)]
         is_erased = isinstance(outcome, Erased) and not isinstance(tier_task, DroppedErase)
         counters["corrupt_erased"] += is_erased
         self.doing = tier_task

@@ -15,6 +15,7 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from kvdepot.client import MessageQueueClient
+from kvdepot.client.calls import answer
 from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.protocol import wire
 from tests.conftest import Depot, eventually
@@ -156,7 +157,7 @@ def test_after_a_reset_an_engine_shares_what_it_stores_with_nobody(engine: Engin
 
     def found_by_others() -> int:
         lookup = wire.Lookup(model[1], 1, 2, "other", 1, bytes(chain.hashes))
-        return int(client.ask(lookup).result(30))
+        return answer(client, lookup, wire.Hit).chunks
 
     before = engine.run(tokens)
     assert engine.tell("reset all") is True

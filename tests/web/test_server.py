@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvdepot.client import MessageQueueClient
+from kvdepot.client.calls import answer
 from kvdepot.keys import ROOT
 from kvdepot.protocol import wire
 from tests.conftest import HANG_S, eventually
@@ -110,7 +111,7 @@ def test_no_lookup_waits_for_slow_readers_or_ten_pages(start_web: StartWeb) -> N
     def answered_before_they_are_given_up() -> bool:
         with crowd_of_readers(web):
             for i in range(600):
-                assert client.ask(wire.Lookup("m", 1, 1, f"r{i}", 1, ROOT * 64)).result(HANG_S) == 0
+                assert answer(client, wire.Lookup("m", 1, 1, f"r{i}", 1, ROOT * 64), wire.Hit, HANG_S) == wire.MISS
             return open_connections(web) > 10  # more than the pages
 
     try:

@@ -127,7 +127,7 @@ def warm(client: Client, prompt: PromptChunks, progress: Callable[[int], None] =
     lookup = prompt.lookup(request)
     reached = -1
     while True:
-        matched = ask(client, lookup, int).result(ANSWER_S + 60.0)
+        matched = answer(client, lookup, wire.Hit, ANSWER_S + 60.0).chunks
         progress(matched)
         if matched == len(prompt) or matched <= reached:
             client.ask(wire.EndSession(request), deadline_s=None).result(ANSWER_S)

@@ -12,6 +12,7 @@ from kvdepot.client.socket import Client, MessagingFuture
 from kvdepot.errors import ProtocolError
 from kvdepot.protocol import wire
 from kvdepot.protocol.curve import Key
+from kvdepot.protocol.keys import HASH_BYTES
 
 ANSWER_S = 30.0
 T = TypeVar("T")
@@ -50,3 +51,18 @@ def convert(request: wire.Request, kind: type[T], value: object) -> T:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as exc:
         raise ProtocolError(f"the answer to {type(request).__name__} is not of this version: {exc}") from exc
+
+
+def read_hit(value: object, lookup: wire.Lookup) -> wire.Hit:
+    """The answer to a lookup. Raises ProtocolError for one that is malformed, or names what was not asked for."""
+    hit = convert(lookup, wire.Hit, value)
+    most = len(lookup.hashes) // HASH_BYTES
+    if hit.tail is not None:
+        is_there = 0 <= hit.tail < len(lookup.tails)
+        most = lookup.tails[hit.tail].chunks if is_there else -1
+    if not 0 <= hit.chunks <= most or (hit.tail is not None and hit.chunks != most):
+        raise ProtocolError(
+            f"the server found {hit.chunks} chunks and tail {hit.tail} of {len(lookup.hashes) // HASH_BYTES} chunks "
+            f"and {len(lookup.tails)} tails"
+        )
+    return hit

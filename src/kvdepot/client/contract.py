@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import msgspec
 import zmq
 
+from kvdepot.client.calls import read_hit
 from kvdepot.client.socket import CONNECT_S, Client, MessagingFuture, check_type
 from kvdepot.client.transfer import pack_block_ids
 from kvdepot.errors import BadRequest, DeviceError, LayoutError
@@ -296,7 +297,8 @@ def _translate_lookup(keys: IPCCacheEngineKey | Sequence[IPCCacheEngineKey], nam
     first: IPCCacheEngineKey = keys[0]
     chained = len(keys) == 1 and first.token_ids is not None and first.start == 0
     request = first.request_id or ""
-    return Translated(wire.Lookup(first.model_name, first.world_size, 0, request, first.world_size, hashes, chained))
+    lookup = wire.Lookup(first.model_name, first.world_size, 0, request, first.world_size, hashes, chained)
+    return Translated(lookup, lambda value: read_hit(value, lookup).chunks)
 
 
 def _translate_transfer(request_type: RequestType, payloads: list[Any], naming: Naming) -> Translated | None:

@@ -14,9 +14,10 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvdepot.client.socket import Client, MessagingFuture, check_type
+from kvdepot.client.calls import read_hit
+from kvdepot.client.socket import Client, MessagingFuture
 from kvdepot.client.transfer import Operation, PromptChunks, ShardSpec
-from kvdepot.errors import DeadlineExceeded, KVDepotError, ProtocolError, Unavailable, UnknownRequest
+from kvdepot.errors import DeadlineExceeded, KVDepotError, Unavailable, UnknownRequest
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.status import AnswersStatus
@@ -64,8 +65,7 @@ class SubmittedLookup:
     is_second: bool = False  # it replaced one whose caller was held back
     future: MessagingFuture[int] = field(init=False)
     incarnation: bytes = b""  # of the server that has answered
-    writers: tuple[wire.WriterRun, ...] = ()  # as in Cached
-    held: wire.Places | None = None  # as in Cached
+    hit: wire.Hit = wire.MISS  # the answer
     outcome: Cached | Unanswered | None = None  # None: pending, or the caller has not asked since it ended
     was_held: bool = False  # its caller was held back
 
@@ -81,6 +81,7 @@ class SchedulerClient:
         self.spec = spec
         self.writers, self.layout = False, b""  # as in wire.Lookup, for `submit`
         self.speed = 0.0  # tokens per second that the engine computes, for `submit_lookup`; 0.0: unknown
+        self.place = 0  # as in wire.Lookup, for `submit`
         self.answers: AnswersStatus | None = None  # what `end_session` tells the server of the engine's answers
         self.watch: Callable[[Operation], None] | None = None  # `check_lookup` calls it for each lookup that has ended
         self._lookups: dict[str, SubmittedLookup] = {}
@@ -106,6 +107,7 @@ class SchedulerClient:
                 queued=self._reports,
                 writers=self.writers,
                 layout=self.layout,
+                place=self.place,
             )
             self._ask(request_id, SubmittedLookup(message, time.monotonic(), self.client.heard))
 
@@ -119,16 +121,11 @@ class SchedulerClient:
         welcomes = client.welcomes
 
         def take(value: object) -> int:
-            lookup.incarnation = client.incarnation
-            parts: list[object] = value if isinstance(value, list) else [value]
-            try:
-                lookup.writers = msgspec.convert(parts[1] if len(parts) > 1 else (), tuple[wire.WriterRun, ...])
-                # Where the connection was lost meanwhile, the lookup was sent twice, and the second ends this session.
-                is_only = welcomes == client.welcomes and len(parts) > 2
-                lookup.held = msgspec.convert(parts[2], wire.Places | None) if is_only else None
-            except msgspec.ValidationError as exc:
-                raise ProtocolError(f"the server's answer to a lookup is malformed: {exc}") from exc
-            return check_type(parts[0] if parts else None, int)
+            lookup.incarnation, lookup.hit = client.incarnation, read_hit(value, lookup.message)
+            if welcomes != client.welcomes:
+                # The connection was lost meanwhile, so the lookup was sent twice, and the second ends this session.
+                lookup.hit = msgspec.structs.replace(lookup.hit, places=None)
+            return lookup.hit.chunks
 
         lookup.future = client.ask(lookup.message, take, deadline_s=None if lookup.message.queued else LOOKUP_S)
 
@@ -143,14 +140,9 @@ class SchedulerClient:
             return _PENDING
         found, error = 0, None
         try:
-            found, tail = lookup.future.result(), None
-            if found < 0:
-                tail = -1 - found
-                if tail >= len(lookup.message.tails):
-                    raise ProtocolError(f"the server answered {found} to a lookup of {len(lookup.message.tails)} tails")
-                found = lookup.message.tails[tail].chunks
-            run = lookup.incarnation if lookup.held is not None else b""
-            lookup.outcome = Cached(found * self.spec.chunk_tokens, tail, lookup.writers, lookup.held, run)
+            found, hit = lookup.future.result(), lookup.hit
+            run = lookup.incarnation if hit.places is not None else b""
+            lookup.outcome = Cached(found * self.spec.chunk_tokens, hit.tail, hit.writers, hit.places, run)
         except KVDepotError as exc:
             log.info("lookup of %s counts as a miss: %s", request_id[:64], exc)
             lookup.outcome, error = Unanswered(exc), exc

@@ -50,6 +50,8 @@ def check_lookup(request: wire.Lookup) -> None:
         raise BadRequest(f"{request.speed} tokens per second")
     if not 0 <= request.own <= len(request.hashes) // HASH_BYTES:
         raise BadRequest(f"{request.own} chunks of the engine's own among {len(request.hashes) // HASH_BYTES}")
+    if not -wire.MAX_PLACE <= request.place <= wire.MAX_PLACE:
+        raise BadRequest(f"place {request.place} in a queue is not between {-wire.MAX_PLACE} and {wire.MAX_PLACE}")
     if not request.tails:
         return
     if len(request.tails) > wire.MAX_TAILS:

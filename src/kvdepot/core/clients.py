@@ -1,7 +1,8 @@
 """The depot's facts about its clients. Plain data on the deciding thread, shared by several files.
 
-`core/depot.py` creates and removes clients, `core/sessions.py` manages their lookups and pins, and
-`core/registrations.py` what they register; `core/transfers.py` manages their operations in progress.
+`core/depot.py` creates and removes clients, `core/pins.py` manages their sessions, `core/registrations.py` what they
+register, and `core/transfers.py` their operations in progress. Lookups without an answer are listed in
+core/lookups/lookups.py only.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvdepot.core import leases
 from kvdepot.core.index.chunk import Chunk, Namespace
-from kvdepot.core.tiering.lookup import TierLookup
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Seal
 from kvdepot.protocol.layout import BlockFormat
@@ -43,11 +42,11 @@ class Liveness(Protocol):
 
 @dataclass(slots=True, eq=False)
 class PinShare:
-    """The first `chunks` of a prompt, as they count in the pin budget (core/waiting.py).
+    """The first `chunks` of a prompt, as they count in the pin budget (core/lookups/budget.py).
 
     is_queued: its request only waits in its engine's queue. chunk_bytes: of one chunk, without windows and states.
     marks: names of chunks, each with the bytes of the chunks behind the mark before it. brought: bytes that no other
-    share had when it was taken.
+    share had when it was taken. is_taken: it counts.
     """
 
     client: Client
@@ -56,6 +55,7 @@ class PinShare:
     chunk_bytes: int
     marks: dict[bytes, int]
     brought: int = 0
+    is_taken: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -74,26 +74,8 @@ class Session:
     share: PinShare | None = None  # of the pin budget, until its first retrieve
     reports: bool = False  # its engine says itself what it has saved
     number: bytes = b""  # of the lookup
-    answer: object = None
+    answer: wire.Hit = wire.MISS
     withdrawals: int = 0  # when it was answered
-
-
-@dataclass(slots=True, eq=False)
-class PendingLookup:
-    """A lookup until its reply."""
-
-    asker: Client
-    number: bytes
-    lookup: wire.Lookup
-    by_hand: bool  # it warms or leases a prompt; such lookups count neither as hits nor as misses
-    lease: leases.Lease | None = None  # that is to hold what is found, instead of a session
-    first: int = 0  # chunks found in memory
-    store_deadline: float = 0.0  # once it has waited for a store: until when it may
-    held: list[Chunk] = field(default_factory=list)  # while it waits for a store: its prefix so far
-    tier_lookup: TierLookup | None = None
-    share: PinShare | None = None  # of the pin budget; None: it waits for room, or is a lease
-    given_up: bool = False  # the reply is 0 and nothing is pinned
-    is_shortened: bool = False  # the reply is what fits the pin budget
 
 
 @dataclass(slots=True, eq=False)
@@ -150,7 +132,6 @@ class Client:
     is_seen: bool = False  # core/engines.py knows that it belongs to an engine
     pins: int = 0  # parts of chunks that its sessions pin
     sessions: dict[str, Session] = field(default_factory=dict)
-    pending: dict[str, PendingLookup] = field(default_factory=dict)  # lookups that wait, by request
     instances: dict[int, Instance] = field(default_factory=dict)
     operations: dict[int, CopyOperation] = field(default_factory=dict)  # in progress, by the number of their request
     queued_chunks: int = 0  # of these operations

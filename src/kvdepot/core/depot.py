@@ -12,7 +12,15 @@ from collections.abc import Callable, Collection, Sequence
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Prepared, Reply, Stop
-from kvdepot.core.admission import check_description, check_facts, check_names, check_report, check_salt, chunks_named
+from kvdepot.core.admission import (
+    check_description,
+    check_facts,
+    check_lookup,
+    check_names,
+    check_report,
+    check_salt,
+    chunks_named,
+)
 from kvdepot.core.clients import Client, CopyOperation, Liveness
 from kvdepot.core.engines import Engines, fill_engines
 from kvdepot.core.forgetting import STEP_CHUNKS, Removals
@@ -23,12 +31,12 @@ from kvdepot.core.index.index import Index
 from kvdepot.core.index.lifetimes import Lifetimes
 from kvdepot.core.inspections import inspect
 from kvdepot.core.leases import Leases
+from kvdepot.core.lookups.lookups import Lookups
 from kvdepot.core.naming import Naming
 from kvdepot.core.registrations import Registrations
 from kvdepot.core.report import SHOWN, Report, ServerFacts, fill_namespaces, tenant_figures
-from kvdepot.core.sessions import Sessions
 from kvdepot.core.tiering.forgetting import Forgetting
-from kvdepot.core.tiering.lookup import TierLookup
+from kvdepot.core.tiering.loading import TierSearch
 from kvdepot.core.tiering.tiering import Decision, Tiering
 from kvdepot.core.trails import Recorders, Trails
 from kvdepot.core.transfers import Transfers
@@ -53,7 +61,7 @@ _MOST_TOPICS = 256
 
 
 class Depot:
-    """One server's decisions: owns its index, transfers, sessions, registrations and tier state."""
+    """One server's decisions: owns its index, transfers, lookups, pins, registrations and tier state."""
 
     def __init__(
         self,
@@ -69,19 +77,20 @@ class Depot:
         listeners: others that want to know what happens to chunks."""
         self.index = index
         self.counters = Counters()
-        self.tiering = Tiering(tiers, index, config.lookup_s)
+        self.tiering = Tiering(tiers, index)
         self.usages = Usages()
         self.leases = Leases(index, self.counters)
         self.report = Report(server or ServerFacts())
         self.verification = Verification(index.namespaces, self.counters, self.usages, self.report)
         self.trails = Trails(index.namespaces, self.tiering.names)
         recorders = Recorders(self.counters, self.usages, self.trails, self.verification)
-        self.sessions = Sessions(config, index, self.tiering, self.leases, recorders)
+        self.lookups = Lookups(config, index, self.tiering, self.leases, recorders)
+        self.pins = self.lookups.pins
         self._naming = Naming(index.namespaces.all)
         self.registrations = Registrations(config, index, self.counters)
-        self.transfers = Transfers(config, index, self.registrations, self.sessions, recorders, self.report.server.boot)
+        self.transfers = Transfers(config, index, self.registrations, self.pins, recorders, self.report.server.boot)
         self.lifetimes = Lifetimes()
-        self._listeners: list[Listener] = [*listeners, self.lifetimes, self.trails, self.tiering, self.sessions]
+        self._listeners: list[Listener] = [*listeners, self.lifetimes, self.trails, self.tiering, self.lookups]
         self.max_clients = config.max_clients  # lowered if there are too few file descriptors
         self._config = config
         self._clients: dict[bytes, Client] = {}
@@ -94,7 +103,7 @@ class Depot:
         self.wall = 0  # seconds since 1970, as of the last tick
         self.engines = Engines(self.report.note)
         self.removals = Removals(
-            config, index, self.tiering, self.sessions, self.leases, self.counters, self.report, step_chunks
+            config, index, self.tiering, self.lookups, self.leases, self.counters, self.report, step_chunks
         )
 
     @property
@@ -165,7 +174,8 @@ class Depot:
         value: object = None
         match request:
             case wire.Lookup():
-                return self.sessions.lookup(client, number, request, self.now)
+                check_lookup(request)
+                return self.lookups.look_up(client, number, request, self.now)
             case wire.Store():
                 return self.transfers.store(client, number, request, self.wall)
             case wire.Retrieve():
@@ -175,8 +185,8 @@ class Depot:
             case wire.Complete():
                 return self.transfers.complete(client, number, request, self.wall)
             case wire.EndSession():
-                actions = self.sessions.give_up(client, request.request)
-                self.sessions.end(client, request.request)  # even if the reported savings are invalid
+                actions = self.lookups.give_up(client, request.request)
+                self.pins.end(client, request.request)  # even if the reported savings are invalid
                 return [*actions, Reply(client.identity, number, self._report(client, request))]
             case wire.Register():
                 check_facts(request)
@@ -193,11 +203,11 @@ class Depot:
             case wire.Lease():
                 if request.drops or request.kind == "expire":
                     self.removals.refuse_drops()
-                return self.sessions.lease(client, number, request, self.now)
+                return self.lookups.lease(client, number, request, self.now)
             case wire.EndLease():
                 if request.drops:
                     self.removals.refuse_drops()
-                actions = self.sessions.give_up_lease(client, request.name)
+                actions = self.lookups.give_up_lease(client, request.name)
                 ended = self.leases.end(client.tenant, request.name, self.now)
                 if ended is not None and request.drops:
                     self.removals.drop_leased(ended)
@@ -246,7 +256,7 @@ class Depot:
         """When `expire` must be called next; 0: as soon as all received messages are handled."""
         if self.removals or self._is_behind:
             return 0.0
-        return min(self.tiering.next_deadline(), self.sessions.next_deadline(), self.transfers.next_deadline())
+        return min(self.tiering.next_deadline(), self.lookups.next_deadline(), self.transfers.next_deadline())
 
     def expire(self, now: float) -> list[Action]:
         """Continue removals, and requests whose wait for stores or tiers has reached its deadline; free memory to which
@@ -255,7 +265,7 @@ class Depot:
         self.transfers.expire(now)
         if self._is_behind:
             self._drop_excess()
-        actions = [*self.removals.step(now), *self.sessions.expire(now)]
+        actions = [*self.removals.step(now), *self.lookups.expire(now)]
         while self.tiering.next_deadline() <= now:
             actions += self._go_on(self.tiering.expire(now))
         return self._publish(actions)
@@ -265,8 +275,8 @@ class Depot:
         actions: list[Action] = []
         for decision in decisions:
             match decision:
-                case TierLookup():
-                    actions += self.sessions.answer(decision)
+                case TierSearch():
+                    actions += self.lookups.loaded(decision)
                 case Forgetting():
                     actions += self.removals.answer(decision)
                 case _:
@@ -317,7 +327,7 @@ class Depot:
 
     def stop_waiting(self) -> list[Action]:
         """Before shutdown: finish removals, and answer all requests that wait for stores or tiers."""
-        actions = [*self.removals.stop(), *self.sessions.stop(list(self._clients.values()))]
+        actions = [*self.removals.stop(), *self.lookups.stop()]
         for forgetting in self.tiering.forgettings.end_all():
             actions += self.removals.answer(forgetting)
         return self._publish(actions)
@@ -331,7 +341,7 @@ class Depot:
             self.counters["clients_died"] += 1
         self.engines.left(client, has_left)
         client.dead = True
-        actions = self.sessions.leave(client)
+        actions = self.lookups.leave(client)
         self.transfers.leave(client, has_left, self.now, self.wall)
         for number in list(client.instances):
             self.registrations.unregister(client, number)
@@ -410,7 +420,7 @@ class Depot:
             operations=self.operations,
             lease_count=lease_count,
             leased_bytes=leased_bytes,
-            waiting_bytes=self.sessions.budget.bytes,
+            waiting_bytes=self.pins.budget.bytes,
             stored_bytes=self.transfers.stored_bytes,
             retrieved_bytes=self.transfers.retrieved_bytes,
             tenants=tenant_figures(index.accounts.all(), tenant, self.tiering.bytes_of),

@@ -33,8 +33,8 @@ from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.matching import for_lookup
 from kvdepot.core.leases import Lease, Leases
+from kvdepot.core.lookups.lookups import Lookups
 from kvdepot.core.report import SHOWN, Report
-from kvdepot.core.sessions import Sessions
 from kvdepot.core.tiering.forgetting import MOST_FORGETTINGS, Forgetting, NotForgotten, Unsaved
 from kvdepot.core.tiering.tiering import Tiering
 from kvdepot.errors import BadRequest, Busy
@@ -87,7 +87,7 @@ class Removals:
         config: Config,
         index: Index,
         tiering: Tiering,
-        sessions: Sessions,
+        lookups: Lookups,
         leases: Leases,
         counters: Counters,
         report: Report,
@@ -98,7 +98,7 @@ class Removals:
         self._config = config
         self._index = index
         self._tiering = tiering
-        self._sessions = sessions
+        self._lookups = lookups
         self._leases = leases
         self._counters = counters
         self._report = report
@@ -132,7 +132,7 @@ class Removals:
         self._forgetting[forgetting] = removal
         self._ready.append(removal)
         self._leases.forget()
-        actions = self._sessions.forget(now)
+        actions = self._lookups.forget(now)
         return [*actions, *self._tiering.forget(forgetting, now), *self.step(now)]
 
     def _disown(self, scope: Scope) -> Work:

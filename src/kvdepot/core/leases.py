@@ -1,6 +1,6 @@
 """Leases: which prompts' chunks stay in memory for whom, how long, and within which budget. Decisions only.
 
-Called by core/sessions.py with what a lease's lookup has found, and by core/depot.py, on the deciding thread. A lease
+Called by core/lookups/ with what a lease's lookup has found, and by core/depot.py, on the deciding thread. A lease
 belongs to a tenant and has a name there. It holds the chunks of the longest prefix of its prompt that memory has; one
 that lacks some is looked up again each second for a minute, and holds what was stored meanwhile.
 Invariants:

@@ -1,6 +1,6 @@
 """The trails of the last requests, for `kvdepot why`, and which chunks have left memory lately.
 
-core/sessions.py, core/transfers.py and core/depot.py record what they have decided, on the deciding thread; removals of
+core/lookups/, core/transfers.py and core/depot.py record what they have decided, on the deciding thread; removals of
 chunks come as events of the index. Decides nothing. Invariant: requests, the entries of each, and the chunks that have
 left are bounded.
 """
@@ -13,11 +13,12 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from kvdepot.core.clients import Client, PendingLookup
+from kvdepot.core.clients import Client
 from kvdepot.core.index.chunk import Namespace, state_of
 from kvdepot.core.index.events import IndexEvent, Reason, Removed
 from kvdepot.core.index.matching import Match, last_chained
 from kvdepot.core.index.namespaces import Namespaces
+from kvdepot.core.lookups.search import Search
 from kvdepot.core.usage import Usages
 from kvdepot.core.verification import Verification
 from kvdepot.errors import BadRequest, KVDepotError, UnknownRequest
@@ -63,16 +64,16 @@ class Trails:
             self._trails.popitem(last=False)
         return self._trails.setdefault(key, Trail(*key))
 
-    def looked_up(self, pending: PendingLookup, match: Match, chunk_tokens: int) -> None:
+    def looked_up(self, search: Search, match: Match, chunk_tokens: int) -> None:
         """Record the answer to an engine's lookup."""
-        client, lookup, tiers, names = pending.asker, pending.lookup, pending.tier_lookup, self._tier_names
-        end, key, gone_s = self._end(match, pending)
+        client, lookup, tiers, names = search.client, search.request, search.tiers, self._tier_names
+        end, key, gone_s = self._end(match, search)
         last = last_chained(match.pins[0]) if match.pins and match.namespaces[0].is_simple else None
         lookups = self._of(client, lookup.request).lookups
         lookups.append(
             TrailLookup(
                 self.wall, client.engine_called, lookup.model, lookup.world_size, chunk_tokens, bool(lookup.salt),
-                len(lookup.hashes) // HASH_BYTES, lookup.own, pending.first, match.chunks,
+                len(lookup.hashes) // HASH_BYTES, lookup.own, search.first, match.chunks,
                 {names[number]: size for number, size in tiers.sizes.items()} if tiers is not None else {},
                 [names[number] for number in tiers.owing | tiers.loading_tiers()] if tiers is not None else [],
                 end, key.hex(), gone_s, None if last is None else last.children,
@@ -81,15 +82,15 @@ class Trails:
         if len(lookups) > _MOST_ENTRIES:
             del lookups[0]
 
-    def _end(self, match: Match, pending: PendingLookup) -> tuple[str, bytes, int | None]:
+    def _end(self, match: Match, search: Search) -> tuple[str, bytes, int | None]:
         """Why a match ended, and the key of the first chunk that is not in it, with the seconds since that one left."""
-        lookup = pending.lookup
+        lookup = search.request
         key = lookup.hashes[match.chunks * HASH_BYTES : (match.chunks + 1) * HASH_BYTES]
         if not match.namespaces:
-            known = self._namespaces.known.get((pending.asker.tenant, lookup.model, lookup.world_size), ())
+            known = self._namespaces.known.get((search.client.tenant, lookup.model, lookup.world_size), ())
             return "quarantine" if any(each.is_quarantined for each in known) else "model", key, None
-        if match.chunks < pending.first:
-            return "room" if pending.is_shortened else "leaving", key, None
+        if match.chunks < search.first:
+            return "room" if search.is_shortened else "leaving", key, None
         if not key:
             return "whole", b"", None
         for group in (each for first in match.namespaces for each in first.groups if not each.reach):

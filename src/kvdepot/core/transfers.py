@@ -20,8 +20,8 @@ from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Chunk, Namespace, Shard, is_forgotten
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Refusal, Run
+from kvdepot.core.pins import Pins
 from kvdepot.core.registrations import Registrations
-from kvdepot.core.sessions import Sessions
 from kvdepot.core.trails import Recorders
 from kvdepot.errors import BadRequest, Busy, UnknownInstance, UnknownRequest
 from kvdepot.protocol import wire
@@ -36,6 +36,7 @@ _QUEUED_CHUNKS = 1 << 18
 _REFUSED = {
     Refusal.NO_ROOM: "dropped_chunks",
     Refusal.OVER_CAP: "capped_chunks",
+    Refusal.WANTED: "yielded_chunks",
     Refusal.OTHER_SIZE: "mismatched_chunks",
 }
 """The counters of chunks that were not stored."""
@@ -45,13 +46,7 @@ class Transfers:
     """All stores, retrieves and comparisons of one depot."""
 
     def __init__(
-        self,
-        config: Config,
-        index: Index,
-        registrations: Registrations,
-        sessions: Sessions,
-        recorders: Recorders,
-        boot: bytes,
+        self, config: Config, index: Index, registrations: Registrations, pins: Pins, recorders: Recorders, boot: bytes
     ) -> None:
         self.operations = 0  # in progress
         self.stored_bytes = self.retrieved_bytes = 0
@@ -60,7 +55,7 @@ class Transfers:
         self._summed_below = summed_below(config.verify)
         self._index = index
         self._registrations = registrations
-        self._sessions = sessions
+        self._pins = pins
         self._lingering: deque[tuple[float, list[Shard]]] = deque()  # until when, and what dead clients were storing
         self._counters, _, self._trails, self._verification = recorders
 
@@ -137,7 +132,7 @@ class Transfers:
                 operation.positions.append(len(operation.results) - 1)
                 operation.chunks.append((chunk, part.rank))
                 operation.summed.append(shard.checksum != 0 and chunk.key[0] < self._summed_below)
-            self._sessions.retrieving(client.tenant, part.request, part.model)
+            self._pins.retrieving(client.tenant, part.request, part.model)
         self._index.hold([chunk for chunk, _ in operation.chunks])
         self._start(operation)
         if operation.chunks:
@@ -316,7 +311,7 @@ class Transfers:
             done = sum(results[first:end])
             self._trails.copied(operation.client, part.request, loaded=done, not_loaded=end - first - done)
             ended = end - first if request.unpins else 0
-            self._sessions.count_retrieved(operation.client.tenant, part.request, part.model, ended, done)
+            self._pins.count_retrieved(operation.client.tenant, part.request, part.model, ended, done)
         return results
 
     def _end_comparison(

@@ -1,6 +1,6 @@
 """Prompt tokens that engines asked for, found and reused, and shards that were compared: by tenant, and by model.
 
-Called by core/depot.py, core/sessions.py and core/verification.py on the deciding thread, and by core/report.py.
+Called by core/depot.py, core/lookups/ and core/verification.py on the deciding thread, and by core/report.py.
 Invariants: no number ever falls, and the entries of each list add up to the total. So an entry is kept until the server
 ends; all others share the entry `OTHERS`, which is shown only to those who may see every tenant's.
 

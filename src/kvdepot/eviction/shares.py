@@ -16,6 +16,7 @@ to the others in the proportion of their weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import NamedTuple, TypeVar
 
 from kvdepot.eviction.policy import Policy, Victim
@@ -67,8 +68,9 @@ class FairShare:
         self.leaving += size
         self.spare -= size
 
-    def victim(self) -> Victim | None:
-        """The entry to evict next, taken out of the policy's queue; see `Policy.victim`."""
+    def victim(self, depth: float = inf) -> Victim | None:
+        """The entry to evict next, taken out of the policy's queue; see `Policy.victim`. depth: only entries that are
+        wanted (core/index/wants.py) behind it may go besides; here nothing is wanted."""
         return self.policy.victim(self._evictable)
 
 
@@ -76,41 +78,55 @@ ShareT = TypeVar("ShareT", bound=FairShare)
 
 
 def victim_for(
-    by: ShareT | None, size: int, shares: Sequence[ShareT], charge_of: Callable[[Victim], int]
+    by: ShareT | None,
+    size: int,
+    shares: Sequence[ShareT],
+    charge_of: Callable[[Victim], int],
+    depth: float | None = None,
 ) -> Victim | None:
     """The entry to evict next for a reservation of `size` bytes by a share, taken out of its policy's queue.
 
     None if none may be evicted for it. by: None: for no share in particular, so that every floor holds. charge_of: the
     bytes that an entry's eviction frees. The caller removes the entry, or returns it to its policy.
+
+    depth: of the reservation. Its own share gives up what is wanted behind it, a share above its level all that is
+    wanted, and one below it nothing of that. None: nothing that is wanted may go.
     """
+    mine, others = (inf, inf) if depth is None else (depth, -1.0)
     if len(shares) == 1:
-        return shares[0].victim()
+        return shares[0].victim(mine)
     highest, level = by, 0.0
     if by is not None:
         if by.used + size > by.cap:
-            return by.victim()
+            return by.victim(mine)
         above = by.spare + size
         if above > 0:
             level = above / by.weight
+    own = level
     for each in shares:  # this loop is most of what quotas cost
         if each.spare > level * each.weight:
             highest, level = each, each.spare / each.weight
-    if highest is not None and (victim := _victim_above_floor(highest, by, charge_of)) is not None:
-        return victim
+    if highest is not None:
+        victim = _victim_above_floor(highest, by, charge_of, mine if highest is by else others)
+        if victim is not None:
+            return victim
     levels = [
         ((each.spare + (size if each is by else 0)) / each.weight, number)
         for number, each in enumerate(shares)
         if each is not highest and (each is by or each.spare > 0)
     ]
-    for _, number in sorted(levels, reverse=True):
-        if (victim := _victim_above_floor(shares[number], by, charge_of)) is not None:
+    for level, number in sorted(levels, reverse=True):
+        behind = mine if shares[number] is by else others if level > own else inf
+        if (victim := _victim_above_floor(shares[number], by, charge_of, behind)) is not None:
             return victim
     return None
 
 
-def _victim_above_floor(share: ShareT, by: ShareT | None, charge_of: Callable[[Victim], int]) -> Victim | None:
+def _victim_above_floor(
+    share: ShareT, by: ShareT | None, charge_of: Callable[[Victim], int], depth: float
+) -> Victim | None:
     """The next victim of a share, unless that would take it below its floor for another one."""
-    victim = share.victim()
+    victim = share.victim(depth)
     if victim is None or share is by or share.spare >= charge_of(victim):
         return victim
     share.policy.add(victim)

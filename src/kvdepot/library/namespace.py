@@ -372,7 +372,7 @@ class Namespace(Generic[S_co, D_co]):
         if prompt is None:
             return 0
         lookup = prompt.lookup(request, 1) if request else prompt.probe(f"{self._instance}-{next(self._numbers)}")
-        return answer(client, lookup, int)
+        return answer(client, lookup, wire.Hit).chunks
 
     def _load(self, tokens: Tokens, make: Callable[[int], Sequence[tuple[Kv, int]]]) -> int:
         """The number of chunks loaded. make: gives the arrays of each shape for this many chunks, and the number of the

@@ -88,6 +88,12 @@ SERVER = (
         "Raise the tenant's cap (`kvdepot quota`), or let it pin less.", is_event=True,
     ),
     Counted(
+        "yielded_chunks", "shards",
+        "Shards not stored because memory was full of chunks that requests in engines' queues are going to read.",
+        "not stored: queued requests want the memory", _MEMORY,
+        "Memory is small for what is queued: add memory, or engines.", is_event=True,
+    ),
+    Counted(
         "mismatched_chunks", "shards",
         "Shards not stored because memory has them in another size.",
         "dropped: another size", _MEMORY,
@@ -282,7 +288,7 @@ TIER = (
             advice="See `failures`."),
     Counted(
         "searches_refused", "lookups", "Lookups that skipped this tier because too many were waiting for it.",
-        "tier lookups refused: too many", advice="The tier is too slow for this load.",
+        "tier searches refused: too many", advice="The tier is too slow for this load.",
     ),
     Counted("evicted", "objects", "Disk: objects evicted.", "evicted to make room",
             advice="Increase its capacity if prompts come back later than it keeps them."),

@@ -30,7 +30,7 @@ from kvdepot.protocol.leases import HINT_S, NORMAL
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import AnswersStatus
 
-VERSION = 11
+VERSION = 12
 ID_BYTES = 8
 BOOT_BYTES = 8
 MAX_REQUEST_ID = 4096
@@ -43,6 +43,8 @@ MAX_WRITER_RUNS = 16
 """An answer says of at most this many runs of chunks who has stored them; who has stored those behind is not known."""
 MAX_TAILS = 64
 """Tails that one lookup may name."""
+MAX_PLACE = 1 << 31
+"""Places in a queue (`Lookup.place`) are from minus this to this."""
 MAX_GROUPS = 64
 """KV cache groups of one model."""
 MAX_CHUNK_TOKENS = 1 << 20
@@ -155,8 +157,7 @@ class WriterRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Lookup(_Message, frozen=True):
-    """Find the longest cached prefix of `hashes`. Answer: its number of chunks, which are pinned for `request`; if it
-    ends with tail number n of `tails`, -1 - n.
+    """Find the longest cached prefix of `hashes`, and pin its chunks for `request`. Answer: the fields of `Hit`.
 
     The prefix ends where every KV cache group of the model can be resumed, on every rank. The answer may take half a
     second while chunks of the prompt are being stored, and with tiers `Welcome.lookup_s` more.
@@ -171,9 +172,11 @@ class Lookup(_Message, frozen=True):
     queued: the request only waits in its engine's queue, so the answer may take as long as those before it keep their
     pins. tails: where the prefix may end within a chunk, the longest first.
     pins: without, nothing is pinned, so there is no session to end; what is found is the last to be evicted. own:
-    leading chunks that the engine's own cache has, which are not counted as asked for. writers: whether the answer is a
-    list, with the `WriterRun`s of what was found. layout: the fingerprint of all ranks' tensors, if they load small
-    hits without asking again; then the answer is a list of three, the third `Places`.
+    leading chunks that the engine's own cache has, which are not counted as asked for. writers: whether the answer says
+    who has stored what was found. layout: the fingerprint of all ranks' tensors, if they load small hits without asking
+    again; then the answer has `Places`.
+    place: of a queued request in its engine's own queue, from -MAX_PLACE to MAX_PLACE: the lowest goes first, equal
+    places in the order of arrival. It orders the lookups of one client among themselves, and of no other client.
     """
 
     model: str
@@ -194,6 +197,7 @@ class Lookup(_Message, frozen=True):
     own: int = 0
     writers: bool = False
     layout: bytes = b""
+    place: int = 0
 
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -543,6 +547,22 @@ class Places(msgspec.Struct, array_like=True, frozen=True):
     first: int
     size: int
     ranks: list[list[Place]]
+
+
+class Hit(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Answer to a `Lookup`: what was found and, unless the lookup pins nothing, is pinned. A miss has no chunks.
+
+    chunks: whole chunks. tail: the number of the lookup's tail behind them, which was found, too; None: none. writers:
+    who has stored what was found, if the lookup asks. places: where its last chunks are, if the lookup asks.
+    """
+
+    chunks: int = 0
+    tail: int | None = None
+    writers: tuple[WriterRun, ...] = ()
+    places: Places | None = None
+
+
+MISS = Hit()
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from kvdepot.core.index.chunk import Account, Chunk, Namespace, Shard, is_evictable
+from kvdepot.core.index.runs import Refusal
+from kvdepot.core.index.wants import Wants
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.eviction import Policy
 from kvdepot.eviction.ages import Ages
@@ -33,6 +35,7 @@ class Accounts:
         self.salt_ttls = dict(salt_ttls or {})
         self.ages: Ages[Chunk] = Ages(self.ttl_of)
         self.has_ttls = bool(ttl_s or self.salt_ttls)
+        self.wants = Wants()
         self.rest = self._new(("", b""), Quota())
         self._all = [self.rest]
         self._by_owner: dict[tuple[str, bytes], Account] = {}  # by tenant, and the salt of chunks; empty: the tenant's
@@ -64,14 +67,21 @@ class Accounts:
         """The account of a tenant's chunks that are stored under a salt: the salt's own, the tenant's, or the rest."""
         return self._by_owner.get((tenant, salt)) or self._by_owner.get((tenant, b""), self.rest)
 
-    def victim(self, by: Account | None, size: int) -> Chunk | None:
-        """The chunk to evict next for a reservation of `size` bytes by an account; see `shares.victim_for`.
+    def victim(self, by: Account | None, size: int, depth: float | None = None) -> Chunk | None:
+        """The chunk to evict next for a reservation of `size` bytes by an account; see `shares.victim_for`. depth: of
+        the request that waits for these bytes (wants.py); infinity: none does; None: no wanted chunk may go.
 
         The caller removes the chunk, or holds it; `Index.release` then returns it to the policy.
         """
-        victim = victim_for(by, size, self._all, attrgetter("bytes"))
+        victim = victim_for(by, size, self._all, attrgetter("bytes"), depth)
         assert victim is None or isinstance(victim, Chunk)
         return victim
+
+    def refusal(self, account: Account, size: int) -> Refusal:
+        """Why a reservation of `size` bytes by an account found no room."""
+        if account.used <= account.cap and self.wants.victim(account, -1.0) is not None:
+            return Refusal.WANTED
+        return Refusal.OVER_CAP if account.is_over_cap_with(size) else Refusal.NO_ROOM
 
     def ttl_of(self, chunk: Chunk) -> int:
         """Seconds after which a chunk expires: the shortest limit of server, tenant and salt; 0: never."""
@@ -99,6 +109,7 @@ class Accounts:
         has_account = (old.tenant, old.tag) == owner and old is not self.rest
         if quota is None and not has_account:
             return
+        self.wants.disarrange()
         of_tenant = [each for each in namespaces if each.tenant == tenant]
         named = [chunk for chunk in _chunks_in(of_tenant) if not tag or chunk.salt == salt]
         aging: list[Chunk] = []
@@ -149,7 +160,7 @@ class Accounts:
 
     def _new(self, owner: tuple[str, bytes], quota: Quota) -> Account:
         self.has_ttls |= quota.ttl_s > 0
-        return Account(owner, quota, self._policy(), self._capacity)
+        return Account(owner, quota, self._policy(), self._capacity, self.wants.victim)
 
 
 def queue(chunks: list[Chunk]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvdepot.core.index.accounts import Accounts
-from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable
+from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable, is_unwanted
 from kvdepot.memory.allocator import Allocator
 
 _OF_SHARDS = {State.RESERVED, State.LOADING, State.SEALED, State.CORRUPT}
@@ -35,7 +35,7 @@ def check(
                 assert chunk.parent.salt == chunk.salt
                 assert chunk.parent.account is chunk.account or chunk.parent.gone  # a reservation that failed
                 children[id(chunk.parent)] = children.get(id(chunk.parent), 0) + 1
-            if is_evictable(chunk):
+            if is_unwanted(chunk):
                 assert chunk.queued, f"{key.hex()} can be evicted but no policy knows it"
             assert chunk.account is accounts.of(namespace.tenant, chunk.salt)
             by_account[id(chunk.account)][0] += 1
@@ -57,6 +57,7 @@ def check(
         assert account.leaving >= 0 and account.spare == account.used - account.leaving - account.floor, account
     assert used == allocator.capacity - allocator.free_bytes, (used, allocator)
     assert (chunks, reserved, held) == totals
+    accounts.wants.check(namespaces)
 
 
 def _check_states(chunk: Chunk) -> None:

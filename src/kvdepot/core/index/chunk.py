@@ -13,8 +13,10 @@ takes its shard out of the chunk. Every shard ends as FREED, every chunk as GONE
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from math import inf
 from typing import Final
 
 import msgspec
@@ -195,6 +197,8 @@ class Chunk(Victim, gc=False, kw_only=True):
     """Pins of requests and leases, and copies in progress."""
     leases: int = 0
     """Leases that keep it: those that hold it or a chunk behind it."""
+    wants: int = 0
+    """Requests in queues that are going to read it and all before it; see wants.py."""
     bytes: int = 0
     broken: bool = False
     """It is no longer chained, although chunks behind it are."""
@@ -216,6 +220,12 @@ def is_evictable(chunk: Victim) -> bool:
     return not chunk.holds and not chunk.children and not chunk.gone
 
 
+def is_unwanted(chunk: Victim) -> bool:
+    """Whether a chunk is evictable, and no request in a queue is going to read it."""
+    assert isinstance(chunk, Chunk)
+    return not chunk.holds and not chunk.children and not chunk.wants and not chunk.gone
+
+
 _MOST_OUTGROWN, _OUTGROWN_TRIES = 1 << 14, 8
 """Tails that an account remembers to evict first, the latest, and how many are tried for one eviction; others go when
 their turn comes."""
@@ -224,13 +234,22 @@ their turn comes."""
 class Account(FairShare):
     """The share of one tenant with a quota, of one cache salt with a quota, or of all others.
 
-    tenant, tag (keys.salt_tag): both are empty for the rest. salt: under which its chunks are stored.
+    tenant, tag (keys.salt_tag): both are empty for the rest. salt: under which its chunks are stored. wanted: finds
+    the chunk of an account to evict next of those that are wanted behind a depth (`Wants.victim`).
     """
 
-    __slots__ = ("capped", "chunks", "evicted", "outgrown", "quota", "salt", "tag", "tenant")
+    __slots__ = ("capped", "chunks", "evicted", "outgrown", "quota", "salt", "tag", "tenant", "wanted")
 
-    def __init__(self, owner: tuple[str, bytes], quota: Quota, policy: Policy, capacity: int) -> None:
-        super().__init__(policy, is_evictable, capacity, ShareBounds(quota.floor_bytes, quota.cap_bytes, quota.weight))
+    def __init__(
+        self,
+        owner: tuple[str, bytes],
+        quota: Quota,
+        policy: Policy,
+        capacity: int,
+        wanted: Callable[[Account, float], Chunk | None],
+    ) -> None:
+        super().__init__(policy, is_unwanted, capacity, ShareBounds(quota.floor_bytes, quota.cap_bytes, quota.weight))
+        self.wanted = wanted
         self.tenant, self.tag = owner
         self.salt = tenant_salt(*owner)
         self.quota = quota
@@ -253,16 +272,16 @@ class Account(FairShare):
         """Whether less than an eighth of its cap is left, not counting what is leaving."""
         return self.is_capped and self.used - self.leaving > self.cap - (self.cap >> 3)
 
-    def victim(self) -> Chunk | None:
+    def victim(self, depth: float = inf) -> Chunk | None:
         for _ in range(min(_OUTGROWN_TRIES, len(self.outgrown))):
             tail = self.outgrown.popleft()
-            if is_evictable(tail):
+            if is_unwanted(tail):
                 return tail
             if not tail.gone:
                 self.outgrown.append(tail)  # its parts of other groups, or requests that have it, go first
         victim = super().victim()
         assert victim is None or isinstance(victim, Chunk)
-        return victim
+        return self.wanted(self, depth) if victim is None and depth < inf else victim
 
 
 def is_there(chunk: Chunk) -> bool:

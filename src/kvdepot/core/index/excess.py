@@ -31,9 +31,10 @@ def set_back(index: Index, seconds: float) -> None:
 
 
 def trim(index: Index, most: int) -> bool:
-    """Evict up to `most` chunks, which nothing holds, of accounts above their caps; returns whether it must go on."""
+    """Evict up to `most` chunks, which nothing holds, of accounts above their caps, those that are wanted last; returns
+    whether it must go on."""
     for account in index.accounts.all():
-        while account.used > account.cap and (victim := account.victim()) is not None:
+        while account.used > account.cap and (victim := account.victim(-1.0)) is not None:
             index.remove(victim, Reason.EVICTED)
             most -= 1
             if most <= 0:

@@ -10,7 +10,8 @@ with the same key.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
 
 from kvdepot.core.index.accounts import Accounts
 from kvdepot.core.index.chains import Chains, link
@@ -61,6 +62,7 @@ class Index:
         self.allocator = allocator
         self.records = records or Records(memoryview(b""))
         self.accounts = Accounts(allocator.capacity, policy, ttl_s, salt_ttls)
+        self.wants = self.accounts.wants
         self.namespaces = Namespaces(self.records, chunk_tokens)
         self.unrecorded = 0  # shards sealed since the start for which records had no room
         self.chunks = 0
@@ -83,27 +85,22 @@ class Index:
 
     # -- reserve
 
-    def make_room(self, account: Account, size: int, wanted: int, kept: Iterable[Chunk] = ()) -> int:
-        """Evict chunks, but none of `kept`, until an account can take `wanted` times `size` bytes; returns how often.
+    def make_room(self, account: Account, size: int, count: int, kept: Sequence[Chunk] = (), depth: float = inf) -> int:
+        """Evict chunks, but none of `kept`, until an account can take `count` times `size` bytes; returns how often.
 
-        An account above its cap gets nothing: `trim` evicts the excess in steps, and this would do it in one.
+        depth: of the request that waits for these bytes. An account above its cap gets nothing: `trim` evicts the
+        excess in steps, and this would do it in one.
         """
         allocator, taken, cap = self.allocator, Allocator.rounded(size), account.cap
         if account.used > cap or taken > cap:
             return 0
-        kept_ids = {id(chunk) for chunk in kept}
-        aside: list[Chunk] = []
-        while (fits := min(allocator.free_bytes, cap - account.used) // taken) < wanted:
-            victim = self.accounts.victim(account, (fits + 1) * taken)
-            if victim is None:
+        self.hold(kept)
+        while (fits := min(allocator.free_bytes, cap - account.used) // taken) < count:
+            if (victim := self.accounts.victim(account, (fits + 1) * taken, depth)) is None:
                 break
-            if id(victim) in kept_ids:
-                aside.append(victim)
-            else:
-                self.remove(victim, _EVICTED)
-        for chunk in aside:
-            chunk.account.policy.add(chunk)
-        return min(fits, wanted)
+            self.remove(victim, _EVICTED)
+        self.release(kept)  # which removes those that waited for their last child to go
+        return min(allocator.free_bytes // taken, (cap - account.used) // taken, count)
 
     def reserve(self, namespace: Namespace, rank: int, run: Run, wall: int | None) -> Reservation:
         """Reserve this rank's missing shards of a run of chunks; evicts first, to make room.
@@ -123,13 +120,14 @@ class Index:
         for each in own if wall is not None else ():
             if is_outdated(each, rank):
                 self._renew(each, wall)  # first, or it would go with the last one behind it
-        wanted = len(keys) - len(there) + sum(may_need_space(each, rank) for each in own)
+        count = len(keys) - len(there) + sum(may_need_space(each, rank) for each in own)
         room = min(self.allocator.free_bytes, account.cap - account.used) // taken
-        if wanted and room < wanted:
+        if count and room < count:
             links = zip(keys, [run.parent, *keys], range(run.position, run.position + len(keys)), strict=False)
             before = [link(namespace, *each, run.salt)[0] for each in links if each[0] not in chunks]
-            room = self.make_room(account, size, wanted, [*there, *(each for each in before if each is not None)])
-        extents = self.allocator.allocate_run(size, min(room, wanted))
+            kept, depth = [*there, *filter(None, before)], min(run.depth, self.wants.depth_before(namespace, keys))
+            room = self.make_room(account, size, count, kept, depth)
+        extents = self.allocator.allocate_run(size, min(room, count))
         result, new, fresh = Reservation([], []), list[Chunk](), 0  # shards
         parent, position = run.parent, run.position
         for place, key in enumerate(keys):
@@ -145,7 +143,7 @@ class Index:
                     result.known += 1  # a chunk of another account: its bytes would not count for the one that asks
                     chunk = None
             elif not extents:
-                result.refusal = Refusal.OVER_CAP if account.is_over_cap_with((fresh + 1) * taken) else Refusal.NO_ROOM
+                result.refusal = self.accounts.refusal(account, (fresh + 1) * taken)
             else:
                 if chunk is None:
                     is_behind_last = new and new[-1].key == parent and new[-1].position == position - 1
@@ -411,6 +409,8 @@ class Index:
         chunk.state = TRANSITIONS[chunk.state][_REMOVE]
         chunk.gone = True
         before, account = chunk.parent, chunk.account
+        if chunk.wants:
+            self.wants.lost(chunk, before)
         del chunk.namespace.chunks[chunk.key]
         self.chunks -= 1
         account.chunks -= 1

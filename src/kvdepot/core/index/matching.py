@@ -30,10 +30,14 @@ class Match(NamedTuple):
     chunks: int
     tail: int | None = None
 
+    def __bool__(self) -> bool:
+        """Whether anything was found."""
+        return self.chunks > 0 or self.tail is not None
+
     @property
-    def answer(self) -> int:
-        """The answer to a lookup; see wire.Lookup."""
-        return self.chunks if self.tail is None else -1 - self.tail
+    def tops(self) -> list[Chunk]:
+        """The chunks to hold, which protect all of the prefix."""
+        return self.pins[0].chunks if len(self.pins) == 1 else [chunk for pin in self.pins for chunk in pin.chunks]
 
     def tail_key(self, tails: Sequence[wire.Tail]) -> bytes:
         """The key of the tail, which is one of these; empty: none."""
@@ -106,7 +110,7 @@ def match(namespace: Namespace, hashes: bytes) -> Pin:
     return Pin(found, end, parts)
 
 
-def stored_by(match: Match, keys: bytes, withdrawals: int) -> list[wire.WriterRun]:
+def stored_by(match: Match, keys: bytes, withdrawals: int) -> tuple[wire.WriterRun, ...]:
     """Who has stored the chunks of a match, from the prompt's start on. keys: theirs, with that of its tail.
 
     withdrawals: as of the model's `Namespaces`; until it changes, no shard of a match gets another writer.
@@ -127,7 +131,7 @@ def stored_by(match: Match, keys: bytes, withdrawals: int) -> list[wire.WriterRu
         if len(runs) + len(run) > wire.MAX_WRITER_RUNS:
             break
         runs += run
-    return runs
+    return tuple(runs)
 
 
 def _parts(groups: Sequence[Namespace], keys: bytes, i: int) -> list[Chunk]:

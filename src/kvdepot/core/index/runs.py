@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from math import inf
 
 import msgspec
 
@@ -24,6 +25,8 @@ class Run(msgspec.Struct, frozen=True, gc=False):
     """The salt that the chunks are stored under."""
     continues: bytes = b""
     """The key of a tail that these chunks make useless: it is evicted first."""
+    depth: float = inf
+    """The depth (wants.py) of the request that these chunks are loaded for; infinity: only those that lack them say."""
 
 
 class Refusal(Enum):
@@ -31,6 +34,7 @@ class Refusal(Enum):
 
     NO_ROOM = "nothing more can be evicted for it"
     OVER_CAP = "its account would exceed its cap, and nothing of that account can be evicted now"
+    WANTED = "requests that wait in their engines' queues are going to read what could be evicted for it"
     OTHER_SIZE = "memory has the shard in another size, which the new bytes do not fit"
 
 

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvdepot.core.index.chunk import Account, Chunk, is_evictable, is_hidden
+from kvdepot.core.index.chunk import Account, Chunk, is_hidden, is_unwanted
 from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
 from kvdepot.core.tiering.tier import TASK_BYTES, Demotion, Queued, TierState, part_of
@@ -180,7 +180,7 @@ class Saves:
             chunk = demotion.chunk
             demotion.account.mark_leaving(-demotion.bytes)
             self._release(chunk)
-            if self._is_needed(demotion) and chunk.used == demotion.used and is_evictable(chunk):
+            if self._is_needed(demotion) and chunk.used == demotion.used and is_unwanted(chunk):
                 self._index.remove(chunk, Reason.EVICTED)
 
     def _is_needed(self, demotion: Demotion) -> bool:

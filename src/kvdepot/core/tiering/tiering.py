@@ -1,4 +1,4 @@
-"""The tiers of a depot: begins and continues tier lookups, saves and forgettings. No I/O, threads or clock here.
+"""The tiers of a depot: begins and continues tier searches, saves and forgettings. No I/O, threads or clock here.
 
 Called by core/ on the deciding thread. Tier tasks go to the tiers' threads, and come back with their outcomes. What
 other files must continue is returned among the tier tasks (`Decision`), to be handled in order.
@@ -11,15 +11,14 @@ import itertools
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from kvdepot.core.index.chunk import Account, Chunk, Namespace
+from kvdepot.core.index.chunk import Account, Chunk
 from kvdepot.core.index.events import IndexEvent, Reason, Removed, Stored
 from kvdepot.core.index.index import Index
 from kvdepot.core.tiering.forgetting import FORGET_S, DroppedErase, Erasures, Forgetting, Forgettings, TierForget
-from kvdepot.core.tiering.lookup import MOST_TAILS, ArrivalLoad, LookupDecision, LookupFind, Lookups, TierLookup
+from kvdepot.core.tiering.loading import ArrivalLoad, LoadDecision, Loads, SearchFind, TierSearch
 from kvdepot.core.tiering.saving import QueuedSave, Saves
 from kvdepot.core.tiering.tier import TierState
 from kvdepot.errors import KVDepotError
-from kvdepot.protocol import wire
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import TierStatus
 from kvdepot.tiers import TierConfig, Usage
@@ -41,26 +40,21 @@ from kvdepot.tiers.worker import (
     Unwanted,
 )
 
-Decision: TypeAlias = LookupDecision | Forgetting
-"""A tier task, or a tier lookup or forgetting whose reply is due."""
-
-_Deadline: TypeAlias = tuple[float, int, TierLookup | Forgetting, bool]
-"""The time at which a tier lookup or forgetting is to be answered, or, at half time (True), continues with what it has.
-A running number keeps deadlines at the same time in the order in which they began."""
+Decision: TypeAlias = LoadDecision | Forgetting
+"""A tier task, or a tier search or forgetting whose reply is due."""
 
 
 class Tiering:
     """All tiers of one depot, nearest first."""
 
-    def __init__(self, configs: Sequence[TierConfig], index: Index, lookup_s: float) -> None:
+    def __init__(self, configs: Sequence[TierConfig], index: Index) -> None:
         self._tiers = [TierState(number, config) for number, config in enumerate(configs)]
         self._local = [tier for tier in self._tiers if tier.config.is_local]
-        self._lookup_s = lookup_s
         self.forgettings = Forgettings(self._tiers)
-        self.lookups = Lookups(self._tiers, index, self.forgettings)
+        self.loads = Loads(self._tiers, index, self.forgettings)
         self.saves = Saves(self._tiers, index)
         self.erasures = Erasures(self._tiers)
-        self._deadlines: list[_Deadline] = []
+        self._deadlines: list[tuple[float, int, Forgetting]] = []  # a heap; the numbers keep the order of equal ones
         self._numbers = itertools.count()
         self._accounts = index.accounts
         self._rules = NO_RULES
@@ -80,29 +74,15 @@ class Tiering:
         """When `expire` must be called next; infinity if nothing is due."""
         return self._deadlines[0][0] if self._deadlines else float("inf")
 
-    def _add_deadline(self, when: float, subject: TierLookup | Forgetting, is_half_time: bool = False) -> None:
-        while self._deadlines and self._deadlines[0][2].ended:
-            heapq.heappop(self._deadlines)
-        heapq.heappush(self._deadlines, (when, next(self._numbers), subject, is_half_time))
-
     def expire(self, now: float) -> list[Decision]:
         """Handle the earliest deadline. Its decisions must be carried out before the next call."""
-        _, _, subject, is_half_time = heapq.heappop(self._deadlines)
-        if isinstance(subject, Forgetting):
-            return [subject] if self.forgettings.end(subject) else []
-        return [*self.lookups.half_time(subject, now)] if is_half_time else self._overdue(subject, now)
+        _, _, forgetting = heapq.heappop(self._deadlines)
+        return [forgetting] if self.forgettings.end(forgetting) else []
 
-    def _overdue(self, tier_lookup: TierLookup, now: float) -> list[Decision]:
-        if tier_lookup.ended:
-            return []
-        if tier_lookup.queued and not tier_lookup.is_trial and self.lookups.goes_on(tier_lookup):
-            tier_lookup.extended = now
-            self._add_deadline(now + self._lookup_s, tier_lookup)
-            return []
-        for tier in self.lookups.late_tiers(tier_lookup, now):
+    def too_late(self, tier_search: TierSearch, now: float) -> None:
+        """A tier search is at its deadline: count what its tiers owe as failures of those that answer nothing."""
+        for tier in self.loads.late_tiers(tier_search, now):
             self._failed(tier, now, "does not answer")
-        self.lookups.end(tier_lookup)
-        return [tier_lookup]
 
     def tick(self, now: float) -> list[TierTask]:
         """Called once a second: starts probes that are due, notes failures of late ones, and has rules enforced."""
@@ -145,39 +125,6 @@ class Tiering:
         owner = owner_prefix(account.tenant, account.salt)
         return sum(tier.usage.owners.get(owner, 0) for tier in self._local) if self._local else None
 
-    # -- lookups
-
-    def look_up(
-        self, namespace: Namespace, request: wire.Lookup, salt: bytes, first: int, held: list[Chunk], now: float
-    ) -> tuple[TierLookup, list[TierTask]] | None:
-        """Begin a tier lookup for the chunks and tails of a lookup from `first` on; None if tiers cannot help.
-
-        held: chunks of the prefix in memory, to be held until `Lookups.release`, as the loaded ones are. A tier lookup
-        that has not ended on return is returned once as a decision when it ends, unless `Lookups.end` is called first.
-        """
-        by_place = {(chunk.namespace.number, chunk.key): chunk for chunk in held}
-        tier_lookup = TierLookup(
-            namespace,
-            request.request,
-            request.hashes,
-            request.chained,
-            salt,
-            first,
-            now,
-            by_place,
-            request.speed,
-            tuple(tail for tail in request.tails if tail.chunks >= first)[:MOST_TAILS],
-            request.queued,
-        )
-        tier_tasks = self.lookups.begin(tier_lookup)
-        if tier_tasks is None:
-            return None
-        if not tier_lookup.ended:
-            wait_s = min(self._lookup_s, tier_lookup.slack_s) if tier_lookup.is_trial else self._lookup_s
-            self._add_deadline(now + wait_s / 2, tier_lookup, is_half_time=True)
-            self._add_deadline(now + wait_s, tier_lookup)
-        return tier_lookup, tier_tasks
-
     # -- writing
 
     def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[Save]:
@@ -201,7 +148,9 @@ class Tiering:
         Loads in progress are dropped when they arrive; a tier begins once its saves in progress have ended. The caller
         removes from memory, and then calls `Forgettings.memory_ended`.
         """
-        self._add_deadline(now + FORGET_S, forgetting)
+        while self._deadlines and self._deadlines[0][2].ended:
+            heapq.heappop(self._deadlines)
+        heapq.heappush(self._deadlines, (now + FORGET_S, next(self._numbers), forgetting))
         return self.forgettings.begin(forgetting)
 
     # -- outcomes
@@ -217,10 +166,10 @@ class Tiering:
         elif not isinstance(outcome, Unwanted):
             tier.succeeded(now, task.kind)
         match task, outcome:
-            case LookupFind(), Located() | Unwanted() | KVDepotError():
-                return [*self.lookups.located(task, outcome, now)]
+            case SearchFind(), Located() | Unwanted() | KVDepotError():
+                return [*self.loads.located(task, outcome, now)]
             case ArrivalLoad(), Loaded() | KVDepotError():
-                return [*self.lookups.arrived(task, outcome, now)]
+                return [*self.loads.arrived(task, outcome, now)]
             case QueuedSave(), Saved() | KVDepotError():
                 self.saves.saved(task, outcome)
                 return [*self.forgettings.save_ended(task), *self.saves.dispatch(tier)]
@@ -248,7 +197,7 @@ class Tiering:
     def busy(self) -> bool:
         """Whether anything is being saved, loaded, forgotten or erased."""
         is_saving = any(tier.saving or tier.queue for tier in self._tiers)
-        return bool(self.lookups.arriving_bytes or self.forgettings or self.erasures or is_saving)
+        return bool(self.loads.arriving_bytes or self.forgettings or self.erasures or is_saving)
 
     def status(self, now: float) -> list[TierStatus]:
         return [tier.status(now, self.saves.undemoted(tier)) for tier in self._tiers]

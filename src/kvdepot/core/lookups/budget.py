@@ -1,30 +1,20 @@
-"""Requests that wait: the bytes that lookups may hold for them, and lookups that wait for stores or for room.
+"""The pin budget: the bytes that lookups may hold for requests that their engines have not begun.
 
-Used by core/sessions.py; plain data on the deciding thread. Invariants: a lookup waits for one part at a time, and
-until one deadline, however often the part changes; no lookup waits for a store that has kept another one waiting until
-its deadline. One that waits for room holds nothing; if its request is only queued in its engine
-(`wire.Lookup.queued`), it has no deadline. All shares of the budget, but for the largest one of each client, are within
-three quarters of the arena.
+Used by core/lookups/lookups.py and core/pins.py; plain data on the deciding thread. Invariant: all shares of the
+budget, but for the largest one of each client, are within three quarters of the arena.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from kvdepot.core.clients import Client, PendingLookup, PinShare
-from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.clients import Client, PinShare
+from kvdepot.core.index.chunk import Namespace
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 
-STORE_S = 0.5
-"""A lookup waits for stores, or for room, this long in all. A store takes milliseconds, and computing the chunks again
-longer; a client waits twice as long for an answer (client/scheduler.py), to which the deadline of tiers is added."""
-_MOST = 1024
-"""Lookups with a deadline that wait at the same time; further ones are answered at once."""
-_MOST_QUEUED, _MOST_HASHES = 4096, 1 << 21
-"""Lookups without a deadline, and their hashes (64 MiB); further ones are answered at once with what fits."""
 _MARKS: list[int] = [8**power * number for power in range(1, 6) for number in range(1, 8)]
 """The numbers of chunks at which prompts are compared: to compare each chunk would double the cost of a lookup."""
 
@@ -39,7 +29,7 @@ class PinBudget:
     def __init__(self, capacity: int) -> None:
         """capacity: bytes of the arena."""
         self.bytes = 0
-        self.has_freed = False  # shares have ended since the lookups that wait for room were last tried
+        self.has_freed = False  # shares have ended since those who wait for room were last tried
         # A quarter is left for stores, whatever clients do. The queue of one engine alone gets three eighths (`fits`),
         # usually more than copies can move in a step, so it costs no request a step.
         self.most_bytes = capacity - capacity // 4
@@ -72,6 +62,13 @@ class PinBudget:
         last = model + hashes[(chunks - 1) * HASH_BYTES : chunks * HASH_BYTES] + (b"+" if windows else b"")
         marks[last] = (chunks - before) * chunk_bytes + windows
         return PinShare(client, request.queued, chunks, chunk_bytes, marks)
+
+    def claim(
+        self, client: Client, namespaces: Sequence[Namespace], request: wire.Lookup, chunks: int, tail: bytes = b""
+    ) -> PinShare:
+        """Weigh a share, and take it if it fits."""
+        share = self.weigh(client, namespaces, request, chunks, tail)
+        return self.take(share) if self.fits(share) else share
 
     def fits(self, share: PinShare) -> bool:
         """Whether a share may be taken: always the first one of its client.
@@ -112,7 +109,7 @@ class PinBudget:
                 brought += size
             else:
                 counted[0] += 1
-        share.brought = brought
+        share.brought, share.is_taken = brought, True
         self.bytes += brought
         client = self._clients.setdefault(share.client, [0, 0])
         client[0] += 1
@@ -154,106 +151,3 @@ class PinBudget:
         for share in shares:
             largest[share.client] = max(sum(share.marks.values()), largest.get(share.client, 0))
         assert self.bytes <= self.most_bytes + sum(largest.values())
-
-
-class WaitingLookups:
-    """All lookups of one depot that wait for a store or for room."""
-
-    def __init__(self) -> None:
-        self._parts: dict[PendingLookup, Chunk | None] = {}  # None: it waits for room; the first has waited longest
-        self._late: set[int] = set()  # id() of parts whose stores have let a lookup wait until its deadline
-        self._queues: dict[Client, dict[PendingLookup, None]] = {}  # for room, without a deadline
-        self._queued = 0
-        self._hashes = 0  # of queued lookups
-
-    def __len__(self) -> int:
-        return len(self._parts) + self._queued
-
-    def all(self) -> list[tuple[PendingLookup, Chunk]]:
-        """Each lookup that waits for a part, and the part."""
-        return [(pending, part) for pending, part in self._parts.items() if part is not None]
-
-    def may_wait(self, pending: PendingLookup, part: Chunk, now: float) -> bool:
-        """Whether a lookup may wait for this part: as its first one, or after another."""
-        return id(part) not in self._late and self._has_time(pending, now)
-
-    def _has_time(self, pending: PendingLookup, now: float) -> bool:
-        return now < pending.store_deadline if pending in self._parts else len(self._parts) < _MOST
-
-    def wait(self, pending: PendingLookup, part: Chunk | None, now: float) -> None:
-        """Let a lookup wait for this part, or for room, and no longer for anything else."""
-        self._leave_queue(pending)
-        if pending not in self._parts:
-            pending.store_deadline = now + STORE_S
-        self._parts[pending] = part  # which keeps the place of one that has waited already
-
-    def remove(self, pending: PendingLookup) -> bool:
-        """Let it wait no longer; returns whether it did."""
-        if not (self._parts or self._queued):
-            return False
-        was_waiting = pending in self._parts
-        self._parts.pop(pending, None)
-        return self._leave_queue(pending) or was_waiting
-
-    # -- for room
-
-    def wait_for_room(self, pending: PendingLookup, now: float) -> bool:
-        """Let a lookup wait for room, if it may."""
-        if not pending.lookup.queued:
-            if self._has_time(pending, now):
-                self.wait(pending, None, now)
-                return True
-            return False
-        queue = self._queues.setdefault(pending.asker, {})
-        size = len(pending.lookup.hashes) // HASH_BYTES
-        if pending not in queue and self._queued < _MOST_QUEUED and self._hashes + size <= _MOST_HASHES:
-            queue[pending] = None
-            self._queued += 1
-            self._hashes += size
-        return pending in queue
-
-    def _leave_queue(self, pending: PendingLookup) -> bool:
-        queue = self._queues.get(pending.asker, {})
-        if pending not in queue:
-            return False
-        del queue[pending]
-        if not queue:
-            del self._queues[pending.asker]
-        self._queued -= 1
-        self._hashes -= len(pending.lookup.hashes) // HASH_BYTES
-        return True
-
-    def is_behind(self, pending: PendingLookup) -> bool:
-        """Whether a queued lookup has others of its client before it."""
-        return next(iter(self._queues.get(pending.asker, ())), pending) is not pending
-
-    def for_room(self) -> list[PendingLookup]:
-        """The lookups that wait for room: those with a deadline, then those of each queue in order."""
-        urgent = [pending for pending, part in self._parts.items() if part is None]
-        return [*urgent, *(pending for queue in self._queues.values() for pending in queue)]
-
-    # -- for stores
-
-    def stored(self, parts: Iterable[Chunk]) -> list[PendingLookup]:
-        """Stores of these parts have ended: the lookups that waited for them, in the order in which they came."""
-        if not self._parts and not self._late:
-            return []
-        parts = list(parts)
-        found = {id(part) for part in parts}
-        self._late -= {id(part) for part in parts if not part.is_being_stored}
-        return [pending for pending, part in self._parts.items() if part is not None and id(part) in found]
-
-    def next_deadline(self) -> float:
-        """When `overdue` must be called next; infinity if nothing waits."""
-        return next(iter(self._parts)).store_deadline if self._parts else float("inf")
-
-    def overdue(self, now: float) -> list[tuple[PendingLookup, bool]]:
-        """Lookups that have waited long enough, which the caller removes, each with whether it was for a store."""
-        found = []
-        for pending, part in self._parts.items():
-            if pending.store_deadline > now:
-                break
-            if part is not None:
-                self._late.add(id(part))
-            found.append((pending, part is not None))
-        return found

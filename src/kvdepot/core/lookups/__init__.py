@@ -1,0 +1,1 @@
+"""Lookups: what each waits for, until its answer."""

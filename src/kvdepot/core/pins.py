@@ -1,0 +1,111 @@
+"""Pins: what requests hold between the answer to their lookup and their end.
+
+Used by core/lookups/lookups.py, core/transfers.py and core/depot.py on the deciding thread. Invariant: a pin belongs to
+one request of one client (its session), and is released exactly once: after its retrieves, at the end of its session,
+or with its client.
+"""
+
+from __future__ import annotations
+
+from kvdepot.config import Config
+from kvdepot.core.clients import Client, PinShare, Session
+from kvdepot.core.index.index import Index
+from kvdepot.core.index.matching import Match
+from kvdepot.core.lookups.budget import PinBudget
+from kvdepot.core.usage import Usages
+from kvdepot.errors import Busy
+from kvdepot.protocol import wire
+from kvdepot.protocol.counters import Counters
+
+
+class Pins:
+    """All pins of one depot. budget: of the bytes that requests pin before their engines begin them."""
+
+    def __init__(self, config: Config, index: Index, counters: Counters, usages: Usages) -> None:
+        self.budget = PinBudget(index.allocator.capacity)
+        self._config = config
+        self._index = index
+        self._counters = counters
+        self._usages = usages
+        self._by_request: dict[tuple[str, str, str], list[Session]] = {}  # by tenant, request, model
+
+    def __repr__(self) -> str:
+        return f"<Pins of {len(self._by_request)} requests>"
+
+    def pin(self, client: Client, request: wire.Lookup, match: Match, share: PinShare | None) -> Session | None:
+        """Hold what was found in place of what the request holds; returns its session, None if nothing was found.
+
+        share: the lookup's, which becomes the session's, or ends. Raises Busy if max_pins would be exceeded; then it
+        changes nothing, and the share stays the lookup's.
+        """
+        old = client.sessions.get(request.request)
+        parts = max(pin.parts for pin in match.pins) if match else 0
+        if client.pins - (old.parts if old is not None else 0) + parts > self._config.max_pins:
+            self._counters["pins_refused"] += 1
+            raise Busy(f"{client.pins} chunks are pinned; {parts} more would exceed max_pins")
+        if not match:
+            self.budget.end(share)
+            self.end(client, request.request)
+            return None
+        chunks = match.tops
+        self._index.hold(chunks)  # before the old pin ends, so that shared chunks stay held
+        if old is None:
+            self._index.use(chunks)
+        else:
+            self.end(client, request.request)
+        if share is None or share.chunks != match.chunks + (match.tail is not None) or match.tail:
+            self.budget.end(share)
+            tail = match.tail_key(request.tails)
+            share = self.budget.take(self.budget.weigh(client, match.namespaces, request, match.chunks, tail))
+        readers = request.readers or 1
+        tokens = match.chunks * (request.chunk_tokens or self._config.chunk_tokens)
+        session = Session(
+            client, request.request, request.model, chunks, parts, tokens, parts * readers, readers,
+            share=share, reports=request.reports,
+        )  # fmt: skip
+        client.pins += parts
+        client.sessions[request.request] = session
+        self._by_request.setdefault((client.tenant, request.request, request.model), []).append(session)
+        return session
+
+    def retrieving(self, tenant: str, request: str, model: str) -> None:
+        """A request is being retrieved, so it does not wait any more."""
+        for session in self._by_request.get((tenant, request, model), ()):
+            self.count_no_more(session)
+
+    def count_no_more(self, session: Session) -> None:
+        """Its request does not wait any more, so its bytes are out of the budget."""
+        share, session.share = session.share, None
+        self.budget.end(share)
+
+    def count_retrieved(self, tenant: str, request: str, model: str, keys: int, done: int) -> None:
+        """Count `done` loaded keys of a request, and `keys` keys that it needs no more; the last of these ends its
+        pins."""
+        for session in list(self._by_request.get((tenant, request, model), ())):
+            session.remaining -= keys
+            session.retrieved += done
+            if session.remaining <= 0:
+                self.end(session.client, request)
+
+    def end(self, client: Client, request: str) -> None:
+        """Release a request's pins; does nothing if it has none."""
+        session = client.sessions.pop(request, None)
+        if session is None:
+            return
+        client.pins -= session.parts
+        self.count_no_more(session)
+        # Only retrieves that name their request count here.
+        retrieved = min(session.retrieved // session.readers, session.parts)
+        if retrieved and not session.reports:
+            tokens = session.tokens * retrieved // session.parts
+            self._usages.count(client.tenant, session.model, reused=tokens)
+        sessions = self._by_request[client.tenant, request, session.model]
+        sessions.remove(session)
+        if not sessions:
+            del self._by_request[client.tenant, request, session.model]
+        self._index.release(session.chunks)
+
+    def leave(self, client: Client) -> None:
+        """Release all pins of a client that is gone."""
+        for request in list(client.sessions):
+            self.end(client, request)
