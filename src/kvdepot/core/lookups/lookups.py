@@ -47,7 +47,7 @@ class Lookups:
         self.pins = Pins(config, index, self._counters, self._usages)
         self._budget = self.pins.budget
         self._rows = table(config.lookup_s)
-        self._config = config
+        self._max_sessions, self._chunk_tokens = config.max_sessions, config.chunk_tokens
         self._summed_below = summed_below(config.verify)
         self._index = index
         self._tiering = tiering
@@ -73,7 +73,7 @@ class Lookups:
 
     def look_up(self, client: Client, number: bytes, request: wire.Lookup, now: float) -> list[Action]:
         """Answer a lookup from memory at once, or let it wait. Raises Busy."""
-        search = Search(client, number, request, (client, request.request))
+        search = Search(client, number, request, (client, request.request), by_hand=not request.readers)
         before, session = self._searches.get(search.name), client.sessions.get(request.request)
         # A client that suspects that an answer is lost sends the same again: it keeps its place, or its pins.
         if before is not None and before.number == number:
@@ -81,7 +81,7 @@ class Lookups:
         as_of = number, self._index.namespaces.withdrawals  # what was withdrawn is promised no more
         if session is not None and (session.number, session.withdrawals) == as_of:
             return [Reply(client.identity, number, session.answer)]
-        if session is None and request.pins and len(client.sessions) >= self._config.max_sessions:
+        if session is None and request.pins and len(client.sessions) >= self._max_sessions:
             self._counters["lookups_refused"] += 1
             raise Busy(f"{len(client.sessions)} requests hold pins, the limit set by max_sessions")
         actions: list[Action] = []
@@ -132,9 +132,9 @@ class Lookups:
             asks = (match.chunks < chunks or not has_end) and self._tiering.is_searchable
         waits = part is not None or asks
         if search.share is None and search.lease is None and (request.pins or waits):
-            most, tail = match.chunks, match.tail_key(request.tails)
-            if waits:
-                most, tail = chunks, request.tails[0].key if request.tails else b""
+            most, tail = chunks, request.tails[0].key if request.tails else b""
+            if not waits:
+                most, tail = match.chunks, match.tail_key(request.tails) if match.tail is not None else b""
             if most or tail:
                 is_early = request.queued and (self._is_behind(search) or (asks and self._tiering.loads.is_full))
                 claim = self._budget.weigh if is_early else self._budget.claim
@@ -230,7 +230,7 @@ class Lookups:
         search.phase, search.part = phase, part
         self._searches[search.name] = search
         self._in[phase][search] = None
-        self._hold(search, match.tops if row.holds else [])
+        self._hold(search, _tops(match) if row.holds else [])
         if row.wants and search.request.queued:
             self._want(search, match)
         if phase is _WANTED:
@@ -275,7 +275,7 @@ class Lookups:
             search.want = wants.join(search.client, request.place, search.size)
             self._wanting[search.want] = search
         key = request.hashes[match.chunks * HASH_BYTES : (match.chunks + 1) * HASH_BYTES]
-        wants.want(search.want, match.tops, (match.namespaces[0], key) if key and match.namespaces else None)
+        wants.want(search.want, _tops(match), (match.namespaces[0], key) if key and match.namespaces else None)
 
     def _pass(self, namespace: Namespace, key: bytes) -> None:
         """A chunk is there: the first in a queue that has waited for it wants it and what follows. Others that wait for
@@ -321,7 +321,7 @@ class Lookups:
     def _answer(self, search: Search, match: Match) -> Reply:
         """Pin what was found for the request, or lease it, and tell the client."""
         request, found, value = search.request, 0, object()
-        tokens = request.chunk_tokens or self._config.chunk_tokens
+        tokens = request.chunk_tokens or self._chunk_tokens
         try:
             value = self._keep(search, match)
             found = match.chunks
@@ -355,7 +355,7 @@ class Lookups:
             session = self.pins.pin(client, request, match, search.share)
             search.share = None
         else:
-            self._index.use(match.tops if match else [])
+            self._index.use(_tops(match))
             self.pins.end(client, request.request)  # of a lookup that this one replaces
         hit = wire.Hit(match.chunks, match.tail)
         if request.writers or request.layout:
@@ -480,7 +480,7 @@ class Lookups:
             request.model, request.world_size, request.blocks_in_chunk, request.name, 0, request.hashes, True,
             request.salt, request.chunk_tokens,
         )  # fmt: skip
-        search = Search(client, number, lookup, (client.tenant, request.name), lease)
+        search = Search(client, number, lookup, (client.tenant, request.name), lease, by_hand=True)
         before = self._searches.get(search.name)
         if before is not None and (before.client, before.number) == (client, number):
             return []  # sent again, as a lookup
@@ -490,6 +490,11 @@ class Lookups:
         """End the lookup of a lease that has not begun, if there is one; its reply is 0."""
         search = self._searches.get((client.tenant, name))
         return self._give_up(search) if search is not None else []
+
+
+def _tops(match: Match) -> list[Chunk]:
+    """The chunks to hold, which protect all of a match."""
+    return [chunk for pin in match.pins for chunk in pin.chunks]
 
 
 def _about(search: Search) -> dict[str, str]:
