@@ -393,6 +393,7 @@ def test_the_table_of_counters_has_all_that_the_source_counts_and_no_more() -> N
         "refused_chunks",
         "rejoined",
         "undemoted_chunks",
+        "yielded_chunks",
     }  # the others as numbers of their own
     assert counters() | kept_elsewhere == {each.name for each in (*SERVER, *TIER)} | adapters_own
     assert _missing(adapters_own) == []

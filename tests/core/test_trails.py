@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from kvdepot.core import trails
+from kvdepot.core.index import matching
 from kvdepot.errors import BadRequest, UnknownRequest
 from kvdepot.keys import ChunkChain, derive_root
 from kvdepot.protocol import wire
@@ -15,6 +16,7 @@ from kvdepot.protocol.model_names import name_model
 from kvdepot.protocol.trails import ENDS, MOST_TRAILS, Trail
 from tests.core.desk import PER_CHUNK, Desk, group_stores, layout, lookup, prompt, retrieve, shards, store
 from tests.core.host import look, new_host
+from tests.core.wanted import said
 from tests.tiers.faulty import MemoryTier
 
 
@@ -176,6 +178,17 @@ def test_what_was_loaded_stored_and_refused_is_counted_in_shards(desk: Desk) -> 
     assert (why(desk, "s").shards, why(desk, "t").shards) == ({"stored": 2}, {"stored": 1})
     assert isinstance(desk.ask(b"one", retrieve(chain(1), 7, request="r")), Exception)
     assert why(desk).errors == ["Retrieve: no KV tensors are registered under instance 7"]
+
+
+def test_a_store_that_yields_to_a_queue_is_counted_as_that_and_not_as_dropped(desk: Desk) -> None:
+    desk.ask(b"one", store(chain(1, 2, 3, 4), request="stored"))
+    (namespace,) = desk.index.namespaces.all()
+    said(desk.index, "engine", matching.match(namespace, chain(1, 2, 3).slice(0, 3)).chunks)
+    assert desk.ask(b"one", store(chain(7, 8, 9), request="r")) is False
+    assert why(desk).shards == {"stored": 1, "wanted": 2}
+    counters = desk.depot.counters
+    assert (counters["yielded_chunks"], counters["dropped_chunks"], counters["capped_chunks"]) == (2, 0, 0)
+    assert ends(desk, chain(1, 2, 3, 4))[0] == 3
 
 
 def test_a_lookup_names_the_tiers_that_it_loaded_from_and_those_that_were_late() -> None:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvdepot.core.index import matching
+from kvdepot.core.index import matching, wants
 from kvdepot.core.index.chunk import Chunk, Namespace, Shard, is_unwanted
 from kvdepot.core.index.events import Reason
 from kvdepot.core.index.excess import trim
-from kvdepot.core.index.runs import Reservation, Run
+from kvdepot.core.index.index import Index
+from kvdepot.core.index.runs import Refusal, Reservation, Run
 from kvdepot.core.index.wants import Want
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol.quotas import Quota
 from tests.conftest import clear
-from tests.core.groups import Reaches, wire_groups
-from tests.core.shelf import key_of, prompt
-from tests.core.wanted import WatchedIndex
+from tests.core.groups import Rack, Reaches, wire_groups
+from tests.core.shelf import key_of, keys, prompt
+from tests.core.wanted import WatchedIndex, said
 
 TENANTS = ["", "a", "b"]
 OWNERS = ["an engine", "another", "a third"]
@@ -36,7 +42,7 @@ class WantsMachine(RuleBasedStateMachine):
 
     @initialize(
         reaches=st.sampled_from([(0,), (0,), (0, 2), (1, 0)]),
-        pages=st.integers(4, 24),
+        pages=st.integers(3, 12),
         policy=st.sampled_from(sorted(POLICIES)),
         bounds=st.sampled_from([(), ((0, 0), (0, 0)), ((4, 0), (0, 8)), ((0, 4), (0, 4))]),
     )
@@ -60,7 +66,7 @@ class WantsMachine(RuleBasedStateMachine):
         wall = None if "depth" in run else 0
         return self.index.reserve(self.groups[tenant][group], 0, Run(chain[-1], PAGE, parent, len(chain), **run), wall)
 
-    @rule(tenant=st.sampled_from(TENANTS), path=PATHS, first=st.integers(0, 4), fails=st.booleans())
+    @rule(tenant=st.sampled_from(TENANTS), path=PATHS, first=st.sampled_from([0, 0, 0, 2]), fails=st.booleans())
     def store(self, tenant: str, path: tuple[int, ...], first: int, fails: bool) -> None:
         for end in range(min(first, len(path) - 1) + 1, len(path) + 1):
             for group in range(len(self.groups[tenant])):
@@ -70,6 +76,13 @@ class WantsMachine(RuleBasedStateMachine):
                 self.open += [(chunk, chunk.shards[0]) for chunk in made.chunks]
                 if not fails:
                     self.end_stores(False)
+
+    @precondition(lambda self: self.queue)
+    @rule(data=st.data())
+    def store_what_a_want_lacks(self, data: st.DataObject) -> None:
+        want, tenant, path = data.draw(st.sampled_from(self.queue))
+        self.store(tenant, path, len(want.tops), False)
+        self.say(want, tenant, path)
 
     @rule(tenant=st.sampled_from(TENANTS), path=PATHS, position=st.integers(0, 5))
     def load(self, tenant: str, path: tuple[int, ...], position: int) -> None:
@@ -94,8 +107,13 @@ class WantsMachine(RuleBasedStateMachine):
         pin = matching.match(first, b"".join(chain))
         self.index.wants.want(want, pin.chunks, (first, chain[pin.matched]) if pin.matched < len(chain) else None)
 
-    @rule(owner=st.sampled_from(OWNERS), tenant=st.sampled_from(TENANTS), path=PATHS, place=st.integers(-1, 1))
-    def enter(self, owner: str, tenant: str, path: tuple[int, ...], place: int) -> None:
+    @rule(
+        owner=st.sampled_from(OWNERS), tenant=st.sampled_from(TENANTS), path=PATHS, place=st.integers(-1, 1),
+        stores=st.booleans(),
+    )  # fmt: skip
+    def enter(self, owner: str, tenant: str, path: tuple[int, ...], place: int, stores: bool) -> None:
+        if stores:
+            self.store(tenant, path, 0, False)
         self.queue.append((self.index.wants.join(owner, place, len(path)), tenant, path))
         self.say(*self.queue[-1])
 
@@ -166,3 +184,169 @@ class WantsMachine(RuleBasedStateMachine):
 
 TestWants = WantsMachine.TestCase
 TestWants.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+# -- plain cases
+
+
+def house(pages: int, **chains: int) -> tuple[WatchedIndex, Namespace]:
+    """An index of one model, with prompts by name of so many chunks, each of a page, stored one after the other."""
+    index = index_of(pages)
+    (namespace,) = index.namespaces.find_groups("m", 1, 0, wire_groups((0,)))
+    namespace.live = 1
+    for name, count in chains.items():
+        assert store(index, namespace, name, count) is None
+    return index, namespace
+
+
+def store(index: WatchedIndex, namespace: Namespace, name: str, count: int, depth: float = inf) -> Refusal | None:
+    """Store a prompt, for a request with this depth; what is refused of it."""
+    made = index.reserve(namespace, 0, Run(b"".join(keys(name, count)), PAGE, b"root", 1, depth=depth), 0)
+    index.finish([(chunk, 0) for chunk in made.chunks], dict.fromkeys(range(len(made.chunks)), 1), 0)
+    index.validate()
+    return made.refusal
+
+
+def top(namespace: Namespace, name: str, count: int) -> list[Chunk]:
+    return matching.match(namespace, b"".join(keys(name, count))).chunks
+
+
+def left(namespace: Namespace, name: str) -> int:
+    return sum(key in namespace.chunks for key in keys(name, 64))
+
+
+def test_a_store_that_nobody_waits_for_takes_what_nobody_wants_and_no_more() -> None:
+    index, namespace = house(6, a=3, b=3)
+    want = said(index, "engine", top(namespace, "a", 3))
+    assert store(index, namespace, "c", 3) is None  # b was used later than a
+    assert store(index, namespace, "d", 4) is Refusal.WANTED
+    assert [left(namespace, name) for name in "abcd"] == [3, 0, 0, 3]
+    index.wants.unwant(want)
+    assert store(index, namespace, "e", 6) is None
+    assert [left(namespace, name) for name in "ade"] == [0, 0, 6]
+
+
+def test_what_is_wanted_last_goes_first_and_its_tail_before_its_head() -> None:
+    index, namespace = house(6, a=2, b=2, c=2)
+    for name in "cab":  # the order of the queue is not that of the stores
+        said(index, "engine", top(namespace, name, 2), size=2)
+    assert store(index, namespace, "d", 1, depth=0) is None
+    assert [left(namespace, name) for name in "abc"] == [2, 1, 2] and keys("b", 1)[0] in namespace.chunks
+    assert store(index, namespace, "e", 3, depth=0) is None  # nobody wants d
+    assert [left(namespace, name) for name in "abcde"] == [1, 0, 2, 0, 3]
+    assert store(index, namespace, "f", 5, depth=0) is Refusal.WANTED  # c is wanted as soon
+    assert [left(namespace, name) for name in "acef"] == [0, 2, 0, 4]
+
+
+def test_a_place_orders_the_queue_of_its_own_engine_only() -> None:
+    index, namespace = house(4, a=1, b=1, c=1, d=1)
+    said(index, "modest", top(namespace, "a", 1), size=1)
+    said(index, "modest", top(namespace, "b", 1), size=1)
+    said(index, "bold", top(namespace, "c", 1), place=-5, size=3)
+    last = said(index, "bold", top(namespace, "d", 1), place=-9, size=3)
+    assert index.wants.depth(last) == 0
+    for name, gone in ("e", "c"), ("f", "b"):
+        assert store(index, namespace, name, 1, depth=0) is None
+        assert not left(namespace, gone)
+        said(index, name, top(namespace, name, 1))
+
+
+def test_an_engine_that_floods_the_depot_keeps_as_many_bytes_of_its_queue_as_others() -> None:
+    index, namespace = house(40, **{f"flood{i}": 2 for i in range(16)}, **{f"few{i}": 2 for i in range(4)})
+    for i in range(16):
+        said(index, "flooding", top(namespace, f"flood{i}", 2), size=2)
+    for i in range(4):
+        said(index, "modest", top(namespace, f"few{i}", 2), size=2)
+    for i in range(12):
+        assert store(index, namespace, f"new{i}", 2, depth=0) is None
+        said(index, f"of{i}", top(namespace, f"new{i}", 2))
+    kept = [i for i in range(16) if left(namespace, f"flood{i}") == 2]
+    assert kept == [0, 1, 2, 3] and all(left(namespace, f"few{i}") == 2 for i in range(4))
+
+
+def test_what_several_requests_share_is_wanted_by_the_first_of_them() -> None:
+    index, namespace = house(6, a=3, b=3)
+    first = said(index, "engine", top(namespace, "a", 2), size=2)
+    said(index, "engine", top(namespace, "b", 3), size=3)
+    said(index, "engine", top(namespace, "a", 3), size=3)
+    assert store(index, namespace, "c", 3, depth=1) is None
+    assert (left(namespace, "a"), left(namespace, "b")) == (2, 1)
+    index.wants.unwant(first)
+    assert store(index, namespace, "d", 5, depth=1) is None
+    assert (left(namespace, "a"), left(namespace, "b")) == (0, 1)
+
+
+def test_a_window_of_a_request_that_waits_is_wanted_and_the_parts_before_it_are_not() -> None:
+    index = index_of(8)
+    rack, chain = Rack((0, 2), index=index), keys("c", 4)
+    rack.store_all(chain)
+    said(index, "engine", rack.match(chain).chunks)
+    made = index.reserve(rack.namespaces[0], 0, Run(b"".join(keys("d", 3)), PAGE, b"root", 1), 0)
+    assert (len(made.chunks), made.refusal) == (2, Refusal.WANTED)
+    assert rack.there(chain) == [[0, 1, 2, 3], [2, 3]] and rack.boundary(chain) == 4
+
+
+def test_a_store_has_the_depth_of_the_first_request_that_lacks_one_of_its_chunks() -> None:
+    index, namespace = house(4, a=2, b=2)
+    said(index, "engine", top(namespace, "a", 2), size=2)
+    waits = index.wants.join("engine", 0, 1)
+    index.wants.want(waits, [], (namespace, keys("c", 2)[1]))
+    said(index, "engine", top(namespace, "b", 2), size=2)
+    assert index.wants.waiting_for(namespace, *keys("c", 2)) is waits
+    assert index.wants.waiting_for(namespace, *keys("c", 1)) is None
+    assert store(index, namespace, "c", 2) is None
+    assert (left(namespace, "a"), left(namespace, "b")) == (2, 0)
+    index.wants.want(waits, top(namespace, "c", 2), None)
+    assert index.wants.waiting_for(namespace, *keys("c", 2)) is None
+
+
+def lines(function: Callable[[], object]) -> int:
+    """Lines of the index that a call executes."""
+    count, folder = 0, str(Path(wants.__file__).parent)
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace if frame.f_code.co_filename.startswith(folder) else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_four_thousand_wants_cost_few_steps_and_nothing_where_nobody_waits() -> None:
+    steps: dict[str, list[int]] = {}
+    for count in 64, 4096:
+        index = Index(Allocator(0, 64 * PAGE), POLICIES["lru"])
+        (namespace,) = index.namespaces.find_groups("m", 1, 0, wire_groups((0,)))
+        names = iter(range(1 << 20))
+
+        def reserve(depth: float) -> Reservation:
+            run = Run(keys(f"new{next(names)}", 1)[0], PAGE, b"root", 1, depth=depth)  # noqa: B023
+            made = index.reserve(namespace, 0, run, 0)  # noqa: B023
+            index.finish([(chunk, 0) for chunk in made.chunks], dict.fromkeys(range(len(made.chunks)), 1), 0)  # noqa: B023
+            return made
+
+        for _ in range(64):
+            reserve(inf)
+        tops = list(namespace.chunks.values())
+        for i in range(count):
+            want = said(index, f"engine {i % 4}", [tops[0 if i % 2 else 32 + i % 32]], size=2)
+            index.wants.want(want, list(want.tops.values()), (namespace, keys("lacking", 1)[0]))
+        index.hold(tops[48:])  # wanted late, and not to be had
+        calls: dict[str, Callable[[], object]] = {
+            "unwanted": lambda: reserve(inf),
+            "first after a change": lambda: reserve(0),
+            "next": lambda: reserve(0),
+            "join": lambda: index.wants.join("engine 1", -1, 2),  # noqa: B023
+            "lacked": lambda: index.wants.waiting_for(namespace, *keys("lacking", 1)),  # noqa: B023
+        }
+        for what, call in calls.items():
+            steps.setdefault(what, []).append(lines(call))
+    assert steps["unwanted"][0] == steps["unwanted"][1] and steps["next"][0] == steps["next"][1], steps
+    assert steps["join"][0] == steps["join"][1], steps
+    assert max(steps["first after a change"][1], steps["lacked"][1]) < 12 * 4096, steps

@@ -22,8 +22,6 @@ class WatchedIndex(Index):
         super().__init__(*args, **kwargs)
         self.prefixes: dict[Want, dict[int, Chunk]] = {}
         self.lacks: dict[Want, tuple[Namespace, bytes] | None] = {}
-        self.met: set[str] = set()
-        """What was seen: evictions of wanted chunks, and refusals."""
         self._room: tuple[Account, int, float] | None = None  # who asks for it, bytes of a shard, depth
         self._want, self._unwant = self.wants.want, self.wants.unwant
         self.wants.want, self.wants.unwant = self._said, self._ended  # type: ignore[method-assign]
@@ -37,6 +35,9 @@ class WatchedIndex(Index):
     def _ended(self, want: Want) -> None:
         del self.prefixes[want], self.lacks[want]
         self._unwant(want)
+
+    def meet(self, what: str) -> None:
+        """Note an eviction of a wanted chunk, or a refusal."""
 
     def depth_of(self, want: Want) -> int:
         """The bytes before a want in its owner's queue."""
@@ -69,13 +70,14 @@ class WatchedIndex(Index):
 
     def _check_refusal(self, why: Refusal, account: Account, size: int, depth: float, spared: set[int]) -> None:
         """Nothing of an account could have been evicted for it."""
-        self.met.add(why.name)
+        self.meet("store_yielded" if why is Refusal.WANTED else "store_refused")
         own = [chunk for chunk in self._evictable(account) if id(chunk) not in spared]
-        if account.used <= account.cap and size <= account.cap:
+        is_capped = account.used > account.cap
+        if not is_capped and size <= account.cap:
             assert not [chunk for chunk in own if self.wanted(chunk) == inf], "an unwanted chunk could have gone"
             assert not [chunk for chunk in own if inf > self.wanted(chunk) > depth], "one wanted later could have gone"
         evictable = [chunk for chunk in self._evictable(account) if chunk.wants]
-        assert (why is Refusal.WANTED) == bool(evictable), "a refusal has another reason"
+        assert (why is Refusal.WANTED) == (bool(evictable) and not is_capped), "a refusal has another reason"
 
     def _evictable(self, account: Account) -> Iterator[Chunk]:
         for namespace in self.namespaces.all():
@@ -95,16 +97,16 @@ class WatchedIndex(Index):
         assert depth == max(others), "a wanted chunk went before one that is wanted later"
         if self._room is None:
             assert account.used > account.cap, "a wanted chunk went although nobody needed its space"
-            self.met.add("trimmed")
+            self.meet("wanted_trimmed")
             return
         by, size, needed = self._room
         if account is by:
             assert depth > needed, f"a chunk wanted at {depth} went for a reservation at {needed}"
-            self.met.add("evicted for what comes sooner")
+            self.meet("wanted_evicted_for_sooner")
         else:
             level = max(0, by.spare + size) / by.weight
             assert account.spare / account.weight > level, "a wanted chunk went for an account above its own"
-            self.met.add("evicted for another account")
+            self.meet("wanted_evicted_for_another_account")
 
     def validate(self) -> None:
         super().validate()

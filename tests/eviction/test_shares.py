@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -209,6 +210,38 @@ def test_an_entry_larger_than_its_share_has_above_its_floor_stays() -> None:
     assert space.store(1, 3) and space.store(1, 3)
     assert not space.store(0, 3)
     assert space.used(1) == 6
+
+
+class Asked(FairShare):
+    """A share without entries; it notes behind which depth wanted ones may go."""
+
+    asked: list[float] | None = None
+
+    def victim(self, depth: float = inf) -> None:
+        self.asked = [*(self.asked or []), depth]
+
+
+@pytest.mark.parametrize(
+    ("by", "depth", "expected"),
+    [
+        (0, 7, [[7], [-1], [inf]]),  # the second is above the first with what that asks for, and the third below
+        (0, inf, [[inf], [-1], [inf]]),
+        (1, 7, [[inf], [7], [inf]]),
+        (2, 7, [[-1], [-1], [7]]),
+        (0, None, [[inf], [inf], [inf]]),
+    ],
+)
+def test_a_share_gives_up_what_is_wanted_behind_the_depth_or_to_one_of_lower_level(
+    by: int, depth: float | None, expected: list[list[float]]
+) -> None:
+    shares = [Asked(POLICIES["lru"](), is_free, 100, ShareBounds()) for _ in range(3)]
+    for share, used in zip(shares, (30, 50, 20), strict=True):
+        share.charge(used)
+    assert victim_for(shares[by], 5, shares, size_of, depth) is None
+    assert [share.asked for share in shares] == expected
+    alone = Asked(POLICIES["lru"](), is_free, 100, ShareBounds())
+    assert victim_for(alone, 5, [alone], size_of, depth) is None
+    assert alone.asked == [inf if depth is None else depth]
 
 
 def test_entries_that_are_gone_are_dropped_a_few_at_a_time() -> None:

@@ -310,7 +310,8 @@ class Engine:
     def _step(self) -> None:
         self.host.steps_taken += 1
         if not self.leaving and len(self.requests) < 6 and self.world.chance(0.5):
-            self._arrive()
+            for _ in range(20 if self.host.has_storms and not self.requests else 1):
+                self._arrive()
         for request in list(self.requests.values()):
             if request.id not in self.requests:
                 continue

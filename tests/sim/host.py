@@ -301,6 +301,7 @@ class Host:
 
     def __post_init__(self) -> None:
         self.network = Network(self.world, self._delay_s)
+        self.has_storms = self.world.seed % 8 == 6  # many requests of an engine come at once
 
     def _delay_s(self) -> float:
         spread = self.world.spread

@@ -466,6 +466,7 @@ EXPECTED = frozenset(
     asker_died_while_waiting awaited_chunks awaited_store_failed late_lookups lookup_awaited_room lookup_awaited_store
     lookup_answered_again shortened_lookups
     storer_died_while_awaited
+    store_yielded wanted_evicted_for_sooner
     completed_twice completed_at_a_successor copy_asked_again
     """.split()  # noqa: SIM905 - a list of sixty strings is no easier to read
 )

@@ -85,6 +85,8 @@ class Server(Checks, Harness):
             open_liveness=lambda name: LivenessView(self.host, name), tenant=lambda user: user,
             step_chunks=(1, 3, 256)[self.world.seed % 3],
         )  # fmt: skip
+        if self.host.has_storms:  # what does not fit is wanted
+            self.depot.pins.budget.most_bytes //= 6
         self.now = self.world.now
         self.ended_leases: dict[tuple[str, str], str] = {}  # why, by tenant and name: the last one of each
         self.depot.leases._end = partial(self._lease_ended, self.depot.leases._end)  # type: ignore[method-assign]

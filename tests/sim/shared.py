@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdepot.core.index.chunk import Chunk, State
-from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Reservation
 from kvdepot.errors import ArenaError
 from kvdepot.protocol import wire
 from kvdepot.tiers.worker import Load
+from tests.core.wanted import WatchedIndex
 
 if TYPE_CHECKING:
     from tests.sim.host import Host
@@ -81,10 +81,13 @@ class LivenessView:
             self._host.liveness_files.pop(self.liveness.name, None)
 
 
-class SealedIndex(Index):
-    """The index, with every seal checked against what the chunk must contain."""
+class SealedIndex(WatchedIndex):
+    """The index, with every seal checked against what the chunk must contain, and every eviction against the queues."""
 
     server: Server
+
+    def meet(self, what: str) -> None:
+        self.server.world.counters[what] += 1
 
     def seal(self, chunk: Chunk, rank: int, checksum: int = 0, born: int = 0) -> None:
         for start, size in chunk.shards[rank].extents:

@@ -14,6 +14,7 @@ from kvdepot.client.lane import Lane
 from kvdepot.core import transfers
 from kvdepot.core.index import chunk as chunks
 from kvdepot.core.index import index, matching
+from kvdepot.core.index.wants import Wants
 from kvdepot.core.transfers import Transfers
 from kvdepot.protocol import wire
 from tests.sim.run import Broken, simulate
@@ -79,6 +80,14 @@ def evicts_what_is_held(patch: Patch) -> None:
     patch.setattr(index, "is_evictable", is_evictable)
 
 
+def evicts_what_is_wanted(patch: Patch) -> None:
+    patch.setattr(chunks, "is_unwanted", chunks.is_evictable)
+
+
+def evicts_for_whoever_asks(patch: Patch) -> None:
+    patch.setattr(Wants, "depth_before", lambda self, namespace, keys: -1.0)
+
+
 def looks_for_the_parts_of_all_groups_but_one(patch: Patch) -> None:
     match = matching.match
 
@@ -115,6 +124,8 @@ def writes_a_tail_over_the_one_that_it_continues(patch: Patch) -> None:
         gives_memory_away_that_a_dead_workers_device_may_write,
         gives_blocks_back_that_are_being_copied,
         evicts_what_is_held,
+        evicts_what_is_wanted,
+        evicts_for_whoever_asks,
         looks_for_the_parts_of_all_groups_but_one,
         writes_a_tail_over_the_one_that_it_continues,
     ],

@@ -79,8 +79,7 @@ class Accounts:
 
     def refusal(self, account: Account, size: int) -> Refusal:
         """Why a reservation of `size` bytes by an account found no room."""
-        self.wants.rewind()
-        if self.wants.victim(account, -1.0) is not None:
+        if account.used <= account.cap and self.wants.victim(account, -1.0) is not None:
             return Refusal.WANTED
         return Refusal.OVER_CAP if account.is_over_cap_with(size) else Refusal.NO_ROOM
 
@@ -110,6 +109,7 @@ class Accounts:
         has_account = (old.tenant, old.tag) == owner and old is not self.rest
         if quota is None and not has_account:
             return
+        self.wants.disarrange()
         of_tenant = [each for each in namespaces if each.tenant == tenant]
         named = [chunk for chunk in _chunks_in(of_tenant) if not tag or chunk.salt == salt]
         aging: list[Chunk] = []

@@ -57,6 +57,7 @@ def check(
         assert account.leaving >= 0 and account.spare == account.used - account.leaving - account.floor, account
     assert used == allocator.capacity - allocator.free_bytes, (used, allocator)
     assert (chunks, reserved, held) == totals
+    accounts.wants.check(namespaces)
 
 
 def _check_states(chunk: Chunk) -> None:

@@ -33,7 +33,6 @@ def set_back(index: Index, seconds: float) -> None:
 def trim(index: Index, most: int) -> bool:
     """Evict up to `most` chunks, which nothing holds, of accounts above their caps, those that are wanted last; returns
     whether it must go on."""
-    index.wants.rewind()
     for account in index.accounts.all():
         while account.used > account.cap and (victim := account.victim(-1.0)) is not None:
             index.remove(victim, Reason.EVICTED)

@@ -87,18 +87,16 @@ class Index:
 
     def make_room(self, account: Account, size: int, count: int, kept: Sequence[Chunk] = (), depth: float = inf) -> int:
         """Evict chunks, but none of `kept`, until an account can take `count` times `size` bytes; returns how often.
-        depth: of the request that waits for these bytes.
 
-        An account above its cap gets nothing: `trim` evicts the excess in steps, and this would do it in one.
+        depth: of the request that waits for these bytes. An account above its cap gets nothing: `trim` evicts the
+        excess in steps, and this would do it in one.
         """
         allocator, taken, cap = self.allocator, Allocator.rounded(size), account.cap
         if account.used > cap or taken > cap:
             return 0
         self.hold(kept)
-        self.wants.rewind()
         while (fits := min(allocator.free_bytes, cap - account.used) // taken) < count:
-            victim = self.accounts.victim(account, (fits + 1) * taken, depth)
-            if victim is None:
+            if (victim := self.accounts.victim(account, (fits + 1) * taken, depth)) is None:
                 break
             self.remove(victim, _EVICTED)
         self.release(kept)  # which removes those that waited for their last child to go
@@ -127,8 +125,8 @@ class Index:
         if count and room < count:
             links = zip(keys, [run.parent, *keys], range(run.position, run.position + len(keys)), strict=False)
             before = [link(namespace, *each, run.salt)[0] for each in links if each[0] not in chunks]
-            kept = [*there, *(each for each in before if each is not None)]
-            room = self.make_room(account, size, count, kept, min(run.depth, self.wants.depth_before(namespace, keys)))
+            kept, depth = [*there, *filter(None, before)], min(run.depth, self.wants.depth_before(namespace, keys))
+            room = self.make_room(account, size, count, kept, depth)
         extents = self.allocator.allocate_run(size, min(room, count))
         result, new, fresh = Reservation([], []), list[Chunk](), 0  # shards
         parent, position = run.parent, run.position
@@ -449,5 +447,4 @@ class Index:
     def validate(self) -> None:
         """Raise AssertionError unless every count, link and state agrees; O(n), for tests and `kvdepot check`."""
         check(self.namespaces.all(), self.allocator, self.accounts, (self.chunks, self.reserved, self.held))
-        self.wants.check(self.namespaces.all())
         self.namespaces.writers.check(self.namespaces.all())

@@ -31,8 +31,11 @@ _MOST_TOPS = 1 << 16
 
 @dataclass(slots=True, eq=False)
 class Want:
-    """What one request in a queue is going to read. order: its place in its owner's queue, and its number of arrival.
-    size: bytes that its request asks for. tops: by id(). missing: model and key of the first chunk that it lacks."""
+    """The claim of one request in a queue on what it is going to read.
+
+    order: its place in its owner's queue, and its number of arrival. size: bytes that its request asks for. tops: by
+    id(). missing: model and key of the first chunk that it lacks.
+    """
 
     owner: object
     order: tuple[int, int]
@@ -68,8 +71,10 @@ class Wants:
         self._wanters: dict[int, dict[Want, None]] = {}  # by id() of a top
         self._missing: dict[tuple[int, bytes], dict[Want, None]] = {}
         self._numbers = itertools.count()
-        self._walks: dict[int, Iterator[Chunk]] = {}  # by id() of the account
-        self._given: Chunk | None = None  # the last victim
+        # Each account's wanted chunks, with the depths of their earliest wants, the deepest last; empty: to be made.
+        self._orders: dict[int, list[tuple[int, Chunk]]] = {}
+        self._depths: dict[int, int] = {}  # of chunks in them, by id(): only the item with this depth counts
+        self._given: tuple[list[tuple[int, Chunk]], int] | None = None  # where the last victim stands
 
     def __len__(self) -> int:
         return sum(len(queue.wants) for queue in self._queues.values())
@@ -85,6 +90,7 @@ class Wants:
         queue.wants.insert(at, want)
         queue.orders.insert(at, want.order)
         queue.sizes.insert(at, size_bytes)
+        self.disarrange()
         return want
 
     def want(self, want: Want, tops: Iterable[Chunk], missing: tuple[Namespace, bytes] | None) -> None:
@@ -93,6 +99,8 @@ class Wants:
         queue = self._queues[want.owner]
         new = {id(chunk): chunk for chunk in tops if not chunk.gone}
         old = want.tops
+        if new.keys() != old.keys():
+            self.disarrange()
         for chunk in [each for number, each in new.items() if number not in old]:
             if queue.tops < _MOST_TOPS:
                 self._add(want, chunk)
@@ -106,6 +114,7 @@ class Wants:
         for chunk in list(want.tops.values()):
             self._drop(want, chunk)
         self._wait_for(want, None)
+        self.disarrange()
         at = bisect_left(queue.orders, want.order)
         del queue.wants[at], queue.orders[at], queue.sizes[at]
         if not queue.wants:
@@ -164,58 +173,65 @@ class Wants:
             if is_evictable(chunk):
                 chunk.account.policy.add(chunk)
 
+    # -- victims
+
+    def victim(self, account: Account, depth: float) -> Chunk | None:
+        """The chunk of an account that is wanted last, and behind `depth`, for the caller to remove. A chunk that
+        several want counts as wanted by the earliest. O(1), but for chunks that are wanted later and cannot be evicted;
+        the first call after a change of the queues passes over all wants."""
+        self._given = None
+        if not self._wanters:
+            return None
+        if not self._depths:
+            self._arrange()
+        order = self._orders.get(id(account), [])
+        while order and order[-1][1].gone:
+            order.pop()
+        for at in range(len(order) - 1, -1, -1):
+            behind, chunk = order[at]
+            if behind <= depth:
+                break
+            if is_evictable(chunk) and self._depths[id(chunk)] == behind:
+                self._given = order, at
+                return chunk
+        return None
+
+    def _arrange(self) -> None:
+        found: dict[int, tuple[int, Chunk]] = {}
+        for depth, want in heapq.merge(
+            *map(_Queue.from_its_end, self._queues.values()), key=itemgetter(0), reverse=True
+        ):
+            for number, chunk in reversed(want.tops.items()):
+                found.pop(number, None)  # it stands where its earliest want does
+                found[number] = depth, chunk
+        for depth, chunk in reversed(found.values()):
+            self._orders.setdefault(id(chunk.account), []).append((depth, chunk))
+        self._depths = {number: depth for number, (depth, _) in found.items()}
+
+    def disarrange(self) -> None:
+        """Forget in which order chunks are wanted: it has changed, or their accounts have."""
+        if self._depths:
+            self._orders, self._depths, self._given = {}, {}, None
+
     def lost(self, chunk: Chunk, before: Chunk | None) -> None:
         """A wanted chunk is gone: the one before it in its chain, if there is one, is wanted instead."""
-        if chunk is not self._given:
-            self.rewind()
         for want in self._wanters.pop(id(chunk)):
             del want.tops[id(chunk)]
             self._queues[want.owner].tops -= 1
             if before is not None and id(before) not in want.tops:
                 self._add(want, before)
         chunk.wants = 0
-
-    # -- victims
-
-    def rewind(self) -> None:
-        """Let `victim` look from the deepest want on again."""
-        if self._walks:
-            self._walks.clear()
+        order, at = self._given or ([], 0)
         self._given = None
-
-    def victim(self, account: Account, depth: float) -> Chunk | None:
-        """The chunk of an account that is wanted last, and behind `depth`; a chunk that several want counts as wanted
-        by the earliest. The caller removes it, or asks for no other before `rewind`. Each rewind is followed by at most
-        one pass over all wants, so a caller with several evictions rewinds once."""
-        if not self._queues:
-            return None
-        walk = self._walks.get(id(account))
-        if walk is None:
-            walk = self._walks[id(account)] = self._walk(account, depth)
-        self._given = next(walk, None)
-        return self._given
-
-    def _walk(self, account: Account, least: float) -> Iterator[Chunk]:
-        unpassed: dict[int, int] = {}  # of chunks that some passed want has: how many others do, by id()
-        queues = [queue.from_its_end() for queue in self._queues.values()]
-        for depth, want in heapq.merge(*queues, key=itemgetter(0), reverse=True):
-            if depth <= least:
-                return
-            for top in reversed(list(want.tops.values())):
-                if top.account is not account:
-                    continue
-                unpassed[id(top)] = unpassed.get(id(top), top.wants) - 1
-                chunk: Chunk | None = top
-                while chunk is not None and not unpassed[id(chunk)] and is_evictable(chunk):
-                    before = chunk.parent
-                    others = 0 if before is None else unpassed.get(id(before), before.wants)
-                    yield chunk
-                    unpassed[id(before)] = others
-                    chunk = before if chunk.gone else None
+        if not order or order[at][1] is not chunk:
+            self.disarrange()
+        elif before is not None and self._depths.get(id(before), inf) > self._depths[id(chunk)]:
+            self._depths[id(before)] = order[at][0]
+            order[at] = order[at][0], before
 
     # -- checks
 
-    def check(self, namespaces: Sequence[Namespace]) -> None:
+    def check(self, namespaces: Iterable[Namespace]) -> None:
         """Raise AssertionError unless each chunk is wanted as often as it says; O(n), for tests."""
         chunks = {id(chunk): chunk for each in namespaces for chunk in each.chunks.values()}
         wants = [want for queue in self._queues.values() for want in queue.wants]
