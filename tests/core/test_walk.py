@@ -122,11 +122,11 @@ def test_a_lookup_that_memory_answers_crosses_nine_files(desk: Desk) -> None:
     assert len(files) <= MOST_LOOKUP, f"{asked}\n{ended}"
 
 
-def test_a_lookup_that_memory_answers_is_decided_in_ten_stays_and_returns_to_few_files(desk: Desk) -> None:
-    client, found = desk.depot.client(b"one"), Walk()
+def test_a_lookup_that_memory_answers_is_decided_in_ten_stays_and_three_returns(desk: Desk) -> None:
+    client, request, found = desk.depot.client(b"one"), lookup(prompt("first", CHUNKS)), Walk()
     assert client is not None
     with found.watching():
-        (action,) = desk.depot.lookups.look_up(client, bytes(8), lookup(prompt("first", CHUNKS)), desk.now)
+        (action,) = desk.depot.lookups.look_up(client, bytes(8), request, desk.now)
     assert isinstance(action, Reply) and action.value == wire.Hit(CHUNKS)
     assert len(found.stays) <= 10 and len(found.stays) - len(set(found.stays)) <= 3, str(found)
     desk.depot._publish([])
