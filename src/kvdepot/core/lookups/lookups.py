@@ -24,7 +24,7 @@ from kvdepot.core.index.matching import Match, coming_part, coming_tail, match_p
 from kvdepot.core.index.wants import Want
 from kvdepot.core.leases import Leases
 from kvdepot.core.lookups.answers import hit_of
-from kvdepot.core.lookups.phases import MOST_QUEUED_HASHES, NEVER, PATIENT, Phase, table
+from kvdepot.core.lookups.phases import MOST_QUEUED_HASHES, NEVER, PATIENT, SearchPhase, table
 from kvdepot.core.lookups.search import Search
 from kvdepot.core.pins import Pins
 from kvdepot.core.tiering.loading import TierSearch
@@ -36,7 +36,7 @@ from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
 
 log = logging.getLogger(__name__)
 
-_WANTED, _STORES, _TIERS = Phase.WANTED, Phase.STORES, Phase.TIERS
+_WANTED, _STORES, _TIERS = SearchPhase.WANTED, SearchPhase.STORES, SearchPhase.TIERS
 
 
 class Lookups:
@@ -53,7 +53,7 @@ class Lookups:
         self._tiering = tiering
         self._leases = leases
         self._searches: dict[Hashable, Search] = {}  # by name; the first has come first
-        self._in: dict[Phase, dict[Search, None]] = {phase: {} for phase in Phase}
+        self._in: dict[SearchPhase, dict[Search, None]] = {phase: {} for phase in SearchPhase}
         self._queues: dict[Client, list[tuple[int, int, Search]]] = {}  # those that are WANTED: place, number, search
         self._queued_hashes = 0
         self._wanting: dict[Want, Search] = {}
@@ -155,7 +155,7 @@ class Lookups:
 
     def _wait_for_room(self, search: Search, match: Match, share: PinShare, now: float) -> list[Action]:
         """Let a search wait for a place in the pin budget if it may; otherwise answer it with what fits."""
-        request, phase = search.request, Phase.WANTED if search.request.queued else Phase.ROOM
+        request, phase = search.request, SearchPhase.WANTED if search.request.queued else SearchPhase.ROOM
         if search.phase is phase:
             may_wait = now < search.deadline
         else:
@@ -196,7 +196,7 @@ class Lookups:
         return [*tier_tasks]
 
     def _tiers_s(self, tiers: TierSearch) -> float:
-        """How long tiers may take, in seconds."""
+        """The seconds that tiers may take."""
         most_s = self._rows[_TIERS].within_s
         return min(most_s, tiers.slack_s) if tiers.is_trial else most_s
 
@@ -212,7 +212,7 @@ class Lookups:
 
     # -- the phases
 
-    def _may_enter(self, search: Search, phase: Phase, now: float) -> bool:
+    def _may_enter(self, search: Search, phase: SearchPhase, now: float) -> bool:
         """Whether a phase has room for one more search, and the search has time for it."""
         row, there = self._rows[phase], len(self._in[phase])
         if phase in PATIENT:
@@ -222,7 +222,7 @@ class Lookups:
         hashes = self._queued_hashes + len(search.request.hashes) // HASH_BYTES if phase is _WANTED else 0
         return there < row.most and hashes <= MOST_QUEUED_HASHES
 
-    def _enter(self, search: Search, phase: Phase, match: Match, now: float, part: Chunk | None = None) -> None:
+    def _enter(self, search: Search, phase: SearchPhase, match: Match, now: float, part: Chunk | None = None) -> None:
         """Let a search be in a phase, as its row says. match: what memory has. part: what it waits for in STORES."""
         before, row = search.phase, self._rows[phase]
         assert phase in self._rows[before].next, f"{before} -> {phase}"
@@ -288,7 +288,7 @@ class Lookups:
 
     def _close(self, search: Search) -> None:
         """A search is answered, and its session or lease holds what was found."""
-        if search.phase is not Phase.ASKED:
+        if search.phase is not SearchPhase.ASKED:
             self._leave(search)
             self._hold(search, [])
             del self._searches[search.name]
@@ -299,7 +299,7 @@ class Lookups:
             search.want, passed = None, search.passed
             for namespace, key in passed:
                 self._pass(namespace, key)
-        search.phase = Phase.ANSWERED
+        search.phase = SearchPhase.ANSWERED
         if search.share is not None:
             self._budget.end(search.share)
             search.share = None
@@ -395,7 +395,7 @@ class Lookups:
 
     def next_deadline(self) -> float:
         """When `expire` must be called next."""
-        if self._budget.has_freed and (self._in[Phase.ROOM] or self._queues):
+        if self._budget.has_freed and (self._in[SearchPhase.ROOM] or self._queues):
             return 0.0
         while self._timers and self._timers[0][0] != self._timers[0][2].deadline:
             heapq.heappop(self._timers)
@@ -433,9 +433,9 @@ class Lookups:
         """Go on with searches for which shares that have ended leave room."""
         self._budget.has_freed = False
         actions: list[Action] = []
-        for search in list(self._in[Phase.ROOM]):
+        for search in list(self._in[SearchPhase.ROOM]):
             actions += self._again(search, now)
-        blocked = {search.client for search in self._in[Phase.ROOM]}
+        blocked = {search.client for search in self._in[SearchPhase.ROOM]}
         for client, queue in list(self._queues.items()):
             while queue and client not in blocked:
                 search = queue[0][2]

@@ -14,7 +14,7 @@ from kvdepot.core.clients import Client, PinShare
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.wants import Want
 from kvdepot.core.leases import Lease
-from kvdepot.core.lookups.phases import NEVER, Phase
+from kvdepot.core.lookups.phases import NEVER, SearchPhase
 from kvdepot.core.tiering.loading import TierSearch
 from kvdepot.protocol import wire
 
@@ -33,7 +33,7 @@ class Search:
     name: Hashable
     lease: Lease | None = None  # that is to hold what is found, instead of a session
     by_hand: bool = False
-    phase: Phase = Phase.ASKED
+    phase: SearchPhase = SearchPhase.ASKED
     deadline: float = NEVER  # when its wait in this phase is over
     turn: tuple[int, int] = (0, -1)  # its place in its engine's queue, and its number among equal ones; -1: none yet
     first: int = 0  # chunks that memory had when it was searched last
