@@ -284,7 +284,7 @@ class Lookups:
         if want is not None:
             search = self._wanting[want]
             self._want(search, self._match(search))
-            search.passed.append((namespace, key))
+            search.passed[key] = namespace
 
     def _close(self, search: Search) -> None:
         """A search is answered, and its session or lease holds what was found."""
@@ -297,7 +297,7 @@ class Lookups:
             self._index.wants.unwant(search.want)
             del self._wanting[search.want]
             search.want, passed = None, search.passed
-            for namespace, key in passed:
+            for key, namespace in passed.items():
                 self._pass(namespace, key)
         search.phase = SearchPhase.ANSWERED
         if search.share is not None:

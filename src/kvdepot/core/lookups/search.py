@@ -41,7 +41,7 @@ class Search:
     share: PinShare | None = None  # of the pin budget
     size: int = 0  # bytes of its share, taken or not, if it is queued
     want: Want | None = None  # its place in the queue of its engine, and what it wants
-    passed: list[tuple[Namespace, bytes]] = field(default_factory=list)  # chunks that others may still wait for
+    passed: dict[bytes, Namespace] = field(default_factory=dict)  # by key: chunks that others may still wait for
     part: Chunk | None = None  # that is being stored, in the phase STORES
     tiers: TierSearch | None = None  # since the phase TIERS
     is_shortened: bool = False  # the answer is what fits the pin budget
