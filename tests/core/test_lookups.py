@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from kvdepot.core.index.chunk import Chunk
 from kvdepot.core.index.matching import coming_part
 from kvdepot.core.lookups import lookups
-from kvdepot.core.lookups.phases import STORE_S, Phase
+from kvdepot.core.lookups.phases import STORE_S, SearchPhase
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
 from kvdepot.tiers.worker import Load
@@ -48,7 +48,7 @@ def later(desk: Desk, seconds: float) -> None:
     desk.expire()
 
 
-def allow(desk: Desk, phase: Phase, most: int) -> None:
+def allow(desk: Desk, phase: SearchPhase, most: int) -> None:
     """Limit the number of searches in a phase."""
     rows = desk.depot.lookups._rows
     rows[phase] = rows[phase]._replace(most=most)
@@ -178,7 +178,7 @@ def test_the_deadline_counts_from_the_first_store_that_was_waited_for(desk: Desk
 
 
 def test_not_more_than_so_many_lookups_wait_at_a_time(desk: Desk) -> None:
-    allow(desk, Phase.STORES, 2)
+    allow(desk, SearchPhase.STORES, 2)
     chain = prompt("a", 6)
     for first in (0, 3):
         begin(desk, store(chain, first=first, end=first + 3))
@@ -437,7 +437,7 @@ def test_lookups_beyond_those_that_may_queue_get_what_fits(monkeypatch: pytest.M
     for limit in ("searches", "hashes"):
         desk = with_prompts("a", "b", "c", chunks=12, pages=40)
         if limit == "searches":
-            allow(desk, Phase.WANTED, 1)
+            allow(desk, SearchPhase.WANTED, 1)
         else:
             monkeypatch.setattr(lookups, "MOST_QUEUED_HASHES", 23)
         asked = [desk.send(b"one", queued(lookup(prompt(name, 12), name))) for name in "abc"]
