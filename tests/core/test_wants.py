@@ -300,6 +300,76 @@ def test_a_store_has_the_depth_of_the_first_request_that_lacks_one_of_its_chunks
     assert index.wants.waiting_for(namespace, *keys("c", 2)) is None
 
 
+def test_a_chunk_that_takes_the_place_of_its_tail_keeps_the_depth_of_the_earlier_want() -> None:
+    index, namespace = house(6, a=3, b=3)
+    said(index, "engine", top(namespace, "b", 1), size=1)  # depth 0
+    said(index, "engine", top(namespace, "a", 3), size=3)  # 1
+    said(index, "engine", top(namespace, "b", 3), size=3)  # 4
+    said(index, "engine", top(namespace, "a", 2), size=3)  # 7, but wanted at 1 with what is behind it
+    assert store(index, namespace, "c", 3, depth=0) is None
+    assert (left(namespace, "a"), left(namespace, "b")) == (2, 1)
+    index.hold(top(namespace, "c", 3))
+    assert store(index, namespace, "d", 1, depth=3) is Refusal.WANTED
+    assert store(index, namespace, "d", 1, depth=0) is None
+    assert (left(namespace, "a"), left(namespace, "b")) == (1, 1)
+
+
+def test_what_is_left_of_a_wanted_prefix_can_go_after_its_end_was_removed() -> None:
+    index, namespace = house(4, a=4)
+    want = said(index, "engine", top(namespace, "a", 4), size=4, place=1)
+    said(index, "engine", [], size=1)
+    assert store(index, namespace, "b", 1, depth=0) is None
+    index.hide(top(namespace, "a", 3)[0])
+    assert store(index, namespace, "c", 2, depth=0) is None
+    assert (left(namespace, "a"), [chunk.position for chunk in want.tops.values()]) == (2, [2])
+    assert store(index, namespace, "d", 3, depth=0) is None
+
+
+def test_wanted_chunks_can_go_from_the_account_that_a_new_quota_gives_them() -> None:
+    index = index_of(4)
+    (namespace,) = index.namespaces.find_groups("m", 1, 0, wire_groups((0,)), "tenant")
+    namespace.live = 1
+    assert store(index, namespace, "a", 4) is None
+    for tops in [], top(namespace, "a", 4):
+        said(index, "engine", tops)
+    assert store(index, namespace, "b", 1, depth=0) is None
+    index.set_quota("tenant", Quota(floor_bytes=PAGE))
+    assert store(index, namespace, "c", 2, depth=0) is None
+    assert left(namespace, "a") == 2
+    index.set_quota("tenant", Quota(cap_bytes=PAGE))
+    trim(index, 8)
+    assert (left(namespace, "a"), index.chunks) == (1, 1), "wanted chunks keep nobody above a cap"
+
+
+def test_of_chunks_without_known_parents_the_last_wanted_one_goes_first() -> None:
+    index, namespace = house(3)
+    chain = keys("a", 3)
+    made = index.reserve(namespace, 0, Run(b"".join(chain), PAGE), 0)
+    index.finish([(chunk, 0) for chunk in made.chunks], {0: 1, 1: 1, 2: 1}, 0)
+    said(index, "engine", [], size=1)
+    said(index, "engine", top(namespace, "a", 3), size=3)
+    assert store(index, namespace, "b", 1, depth=0) is None
+    assert list(namespace.chunks)[:2] == chain[:2]
+
+
+def test_the_first_in_a_queue_is_waited_for_and_any_group_of_its_model_counts() -> None:
+    index = index_of(8)
+    rack, (key,) = Rack((0, 2), index=index), keys("c", 1)
+    later, first = (index.wants.join("engine", place, 1) for place in (1, 0))
+    for want in later, first:
+        index.wants.want(want, [], (rack.namespaces[1], key))
+    assert all(index.wants.waiting_for(group, key) is first for group in rack.namespaces)
+
+
+def test_a_tail_that_others_continue_stays_while_it_is_wanted() -> None:
+    index, namespace = house(3, a=1)
+    said(index, "engine", top(namespace, "a", 1))
+    (tail,) = keys("a", 1)
+    index.reserve(namespace, 0, Run(keys("b", 1)[0], PAGE, b"root", 1, continues=tail), 0)
+    assert store(index, namespace, "c", 2) is Refusal.WANTED
+    assert tail in namespace.chunks
+
+
 def lines(function: Callable[[], object]) -> int:
     """Lines of the index that a call executes."""
     count, folder = 0, str(Path(wants.__file__).parent)
