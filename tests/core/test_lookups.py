@@ -434,6 +434,17 @@ def test_what_a_queue_is_going_to_read_outlives_stores_that_nobody_waits_for() -
     assert desk.answers[second] == 12
 
 
+def test_a_lookup_waits_for_the_first_wanted_chunk_that_memory_loses() -> None:
+    desk = with_prompts("b", "a", chunks=12, pages=40)
+    assert desk.ask(b"one", queued(lookup(prompt("a", 12), "a"))) == 12
+    asked, chain = desk.send(b"one", queued(lookup(prompt("b", 12), "b"))), prompt("b", 12)
+    assert desk.ask(b"two", wire.Drop("m", 1, PER_CHUNK, bytes(chain.hashes), keep=10)) == 2
+    (namespace,) = desk.index.namespaces.all()
+    assert [desk.index.wants.waiting_for(namespace, chain.slice(i, i + 1)) is None for i in (9, 10)] == [True, False]
+    assert desk.ask(b"one", store(chain, first=10)) is True
+    assert namespace.chunks[chain.slice(11, 12)].wants == 1 and unheard(desk, asked)
+
+
 def test_a_lookup_wants_what_is_stored_while_it_is_the_first_that_waits_for_it() -> None:
     desk = with_prompts("a", chunks=16, pages=40)
     chain = prompt("p", 6)
