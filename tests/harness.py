@@ -19,7 +19,7 @@ from kvdepot.core.connections import Connections, OwnArena
 from kvdepot.core.depot import Depot
 from kvdepot.core.forgetting import STEP_CHUNKS
 from kvdepot.core.index.index import Index
-from kvdepot.core.lookups.phases import Phase
+from kvdepot.core.lookups.phases import SearchPhase
 from kvdepot.core.report import ServerFacts
 from kvdepot.errors import KVDepotError, LayoutError
 from kvdepot.protocol import wire
@@ -191,7 +191,7 @@ class Harness:
         budget.validate(shares)
         owners = {share.client for share in shares}
         may_go_on = budget.has_freed or self.depot.tiering.loads.is_full
-        roomless = [*lookups._in[Phase.ROOM], *lookups._in[Phase.WANTED]]
+        roomless = [*lookups._in[SearchPhase.ROOM], *lookups._in[SearchPhase.WANTED]]
         assert may_go_on or all(each.client in owners for each in roomless)
         for search in lookups._searches.values():
             row = lookups._rows[search.phase]

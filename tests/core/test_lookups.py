@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from kvdepot.core.index.chunk import Chunk
 from kvdepot.core.index.matching import coming_part
 from kvdepot.core.lookups import lookups
-from kvdepot.core.lookups.phases import STORE_S, Phase
+from kvdepot.core.lookups.phases import STORE_S, SearchPhase
+from kvdepot.errors import BadRequest
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
 from kvdepot.tiers.worker import Load
@@ -48,7 +49,7 @@ def later(desk: Desk, seconds: float) -> None:
     desk.expire()
 
 
-def allow(desk: Desk, phase: Phase, most: int) -> None:
+def allow(desk: Desk, phase: SearchPhase, most: int) -> None:
     """Limit the number of searches in a phase."""
     rows = desk.depot.lookups._rows
     rows[phase] = rows[phase]._replace(most=most)
@@ -178,7 +179,7 @@ def test_the_deadline_counts_from_the_first_store_that_was_waited_for(desk: Desk
 
 
 def test_not_more_than_so_many_lookups_wait_at_a_time(desk: Desk) -> None:
-    allow(desk, Phase.STORES, 2)
+    allow(desk, SearchPhase.STORES, 2)
     chain = prompt("a", 6)
     for first in (0, 3):
         begin(desk, store(chain, first=first, end=first + 3))
@@ -400,6 +401,71 @@ def test_a_queue_is_answered_in_order_and_leaves_room_for_other_clients() -> Non
     assert desk.answers[third] == 12
 
 
+def test_a_queue_is_answered_by_place_then_by_arrival_and_other_queues_are_not_asked() -> None:
+    desk = with_prompts("a", "b", "c", "d", chunks=12, pages=60)
+    places = {"a": 0, "b": 5, "c": 5, "d": -3}
+    asked = [desk.send(b"one", replace(queued(lookup(prompt(x, 12), x)), place=places[x])) for x in "abcd"]
+    assert [desk.answers.get(each) for each in asked] == [12, None, None, None]
+    other = desk.send(b"two", replace(queued(lookup(prompt("a", 12), "a")), place=wire.MAX_PLACE))
+    assert desk.answers[other] == 12
+    heard = ["a"]
+    for ended, next_one in (("a", "d"), ("d", "b"), ("b", "c")):
+        desk.send(b"one", wire.EndSession(ended))
+        go_on(desk)
+        heard.append(next_one)
+        assert sorted(x for x, each in zip("abcd", asked, strict=True) if each in desk.answers) == sorted(heard)
+
+
+@pytest.mark.parametrize("place", [wire.MAX_PLACE + 1, -wire.MAX_PLACE - 1, 1 << 62])
+def test_a_place_that_is_out_of_bounds_is_refused(desk: Desk, place: int) -> None:
+    answer = desk.ask(b"one", replace(queued(lookup(prompt("a", 1))), place=place))
+    assert isinstance(answer, BadRequest) and "place" in str(answer)
+
+
+def test_what_a_queue_is_going_to_read_outlives_stores_that_nobody_waits_for() -> None:
+    desk = with_prompts("b", "a", chunks=12, pages=40)
+    first, second = (desk.send(b"one", queued(lookup(prompt(name, 12), name))) for name in "ab")
+    assert desk.answers[first] == 12 and unheard(desk, second)
+    for number in range(3):
+        desk.ask(b"one", store(prompt(f"new {number}", 16)))
+    assert desk.depot.counters["yielded_chunks"] + desk.index.evicted >= 32
+    desk.send(b"one", wire.EndSession("a"))
+    go_on(desk)
+    assert desk.answers[second] == 12
+
+
+def test_a_lookup_waits_for_the_first_wanted_chunk_that_memory_loses() -> None:
+    desk = with_prompts("b", "a", chunks=12, pages=40)
+    assert desk.ask(b"one", queued(lookup(prompt("a", 12), "a"))) == 12
+    asked, chain = desk.send(b"one", queued(lookup(prompt("b", 12), "b"))), prompt("b", 12)
+    assert desk.ask(b"two", wire.Drop("m", 1, PER_CHUNK, bytes(chain.hashes), keep=10)) == 2
+    (namespace,) = desk.index.namespaces.all()
+    assert [desk.index.wants.waiting_for(namespace, chain.slice(i, i + 1)) is None for i in (9, 10)] == [True, False]
+    assert desk.ask(b"one", store(chain, first=10)) is True
+    assert namespace.chunks[chain.slice(11, 12)].wants == 1 and unheard(desk, asked)
+
+
+def test_a_lookup_wants_what_is_stored_while_it_is_the_first_that_waits_for_it() -> None:
+    desk = with_prompts("a", chunks=16, pages=40)
+    chain = prompt("p", 6)
+    assert desk.ask(b"one", store(chain, end=2)) is True
+    assert desk.ask(b"one", queued(lookup(prompt("a", 16), "a"))) == 16
+    waiting = [desk.send(b"one", queued(lookup(chain, name))) for name in ("first", "second")]
+    assert desk.ask(b"one", store(chain, end=4)) is True
+    assert [unheard(desk, each) for each in waiting] == [True, True]
+
+    def wanted() -> list[int]:
+        (namespace,) = desk.index.namespaces.all()
+        return [namespace.chunks[chain.slice(i, i + 1)].wants for i in range(4)]
+
+    assert wanted() == [0, 1, 0, 1], "the second one would want the same"
+    desk.send(b"one", wire.EndSession("first"))
+    assert wanted() == [0, 0, 0, 1], "the first has left its queue"
+    desk.send(b"one", wire.EndSession("a"))
+    go_on(desk)
+    assert desk.answers[waiting[1]] == 4 and wanted() == [0, 0, 0, 0]
+
+
 def test_a_tenants_queues_leave_room_for_others_however_many_clients_it_has() -> None:
     desk = Desk(pages=96)  # of which 72 may be kept
     names = [f"{number}" for number in range(12)]
@@ -437,7 +503,7 @@ def test_lookups_beyond_those_that_may_queue_get_what_fits(monkeypatch: pytest.M
     for limit in ("searches", "hashes"):
         desk = with_prompts("a", "b", "c", chunks=12, pages=40)
         if limit == "searches":
-            allow(desk, Phase.WANTED, 1)
+            allow(desk, SearchPhase.WANTED, 1)
         else:
             monkeypatch.setattr(lookups, "MOST_QUEUED_HASHES", 23)
         asked = [desk.send(b"one", queued(lookup(prompt(name, 12), name))) for name in "abc"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvdepot.core.index.chunk import Namespace, State, is_hidden, is_there
-from kvdepot.core.lookups.phases import STORE_S, Phase
+from kvdepot.core.lookups.phases import STORE_S, SearchPhase
 from kvdepot.protocol import wire
 from kvdepot.tiers.format import NO_SALT, Facts
 from tests.sim.groups import deepest, longest, needed
@@ -191,7 +191,7 @@ class Waits:
 
     def expire(self) -> None:
         """Lookups are about to be overdue; those of leases get no answer here."""
-        for search in self._server.depot.lookups._in[Phase.STORES]:
+        for search in self._server.depot.lookups._in[SearchPhase.STORES]:
             if search.lease is not None and search.deadline <= self._server.world.now:
                 self._late |= self._written(search.request)
 

@@ -178,7 +178,7 @@ class SchedulerClient:
                 return _PENDING
         if outcome is _PENDING:
             if client.is_welcomed:
-                client.wait(lookup.future.query, timeout_s)
+                client.wait(lookup.future.is_done, timeout_s)
             outcome = self.check_lookup(request_id)
         lookup.was_held = outcome is _PENDING
         return outcome

@@ -24,6 +24,7 @@ from kvdepot.protocol.metrics import COMMANDS
 
 log = logging.getLogger(__name__)
 
+_LISTS = wire.Status, wire.Leases, wire.Inspect, wire.Why
 _STATUS_COST = 4
 """A status, which lists all models, engines and tiers, counts as this many requests against `max_rate`."""
 _MOST_COST = 4
@@ -100,18 +101,18 @@ class Connections:
             number, request = _open(client, frame)
             if isinstance(request, KVDepotError):
                 raise request
-            if isinstance(request, wire.Status | wire.Leases | wire.Inspect | wire.Why):
+            if isinstance(request, _LISTS):
                 self._refuse_unless(self._rates.charge(identity, self._cost(request)))
             kind = type(request).__name__
-            if kind not in COMMANDS or client is None or client.is_engine:
+            if client is None or client.is_engine or kind not in COMMANDS:
                 self._depot.report.latencies.begin(identity, number, kind, now)
             if client is not None and user != client.user:
                 # With ROUTER_HANDOVER, needed for reconnects, a new connection can claim any identity.
                 self._depot.counters["users_refused"] += 1
                 raise BadRequest("this identity belongs to a client of another user")
-            if isinstance(request, wire.Hello):
+            if type(request) is wire.Hello:
                 return [Reply(identity, number, self._challenge(identity, client, request))]
-            if isinstance(request, wire.Prove):
+            if type(request) is wire.Prove:
                 return [Reply(identity, number, self._welcome(identity, user, client, request))]
         except KVDepotError as exc:
             self._depot.counters["bad_messages" if isinstance(exc, ProtocolError) else "errors"] += 1

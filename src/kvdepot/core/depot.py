@@ -56,6 +56,7 @@ from kvdepot.tiers.worker import TierOutcome, TierTask
 
 log = logging.getLogger(__name__)
 
+_WITH_SHARDS = wire.Store, wire.Retrieve, wire.Compare
 _MOST_TOPICS = 256
 """Topics of KV events; each takes a copy of every message about its models."""
 
@@ -146,8 +147,11 @@ class Depot:
             if chunks > wire.MAX_CHUNKS:
                 self.counters["large_requests_refused"] += 1
                 raise Busy(f"the request names {chunks} chunks; the limit is {wire.MAX_CHUNKS}")
-            models = [part.model for part in getattr(request, "shards", ())] or [getattr(request, "model", "")]
-            if any(model and model != client.model for model in models):  # else it is the server's own name already
+            if isinstance(request, _WITH_SHARDS):
+                is_known = all(not part.model or part.model == client.model for part in request.shards)
+            else:
+                is_known = getattr(request, "model", "") in ("", client.model)
+            if not is_known:  # else it is the server's own name already
                 request = self._naming.rename(request, client.tenant)
             actions = self._decide(client, number, request)
             if client.is_engine and not client.is_seen:

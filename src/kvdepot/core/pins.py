@@ -23,7 +23,7 @@ class Pins:
 
     def __init__(self, config: Config, index: Index, counters: Counters, usages: Usages) -> None:
         self.budget = PinBudget(index.allocator.capacity)
-        self._config = config
+        self._most, self._chunk_tokens = config.max_pins, config.chunk_tokens
         self._index = index
         self._counters = counters
         self._usages = usages
@@ -39,15 +39,15 @@ class Pins:
         changes nothing, and the share stays the lookup's.
         """
         old = client.sessions.get(request.request)
-        parts = max(pin.parts for pin in match.pins) if match else 0
-        if client.pins - (old.parts if old is not None else 0) + parts > self._config.max_pins:
+        chunks = [chunk for pin in match.pins for chunk in pin.chunks]
+        parts = max([pin.parts for pin in match.pins], default=0)
+        if client.pins - (old.parts if old is not None else 0) + parts > self._most:
             self._counters["pins_refused"] += 1
             raise Busy(f"{client.pins} chunks are pinned; {parts} more would exceed max_pins")
-        if not match:
+        if not chunks:
             self.budget.end(share)
             self.end(client, request.request)
             return None
-        chunks = match.tops
         self._index.hold(chunks)  # before the old pin ends, so that shared chunks stay held
         if old is None:
             self._index.use(chunks)
@@ -58,7 +58,7 @@ class Pins:
             tail = match.tail_key(request.tails)
             share = self.budget.take(self.budget.weigh(client, match.namespaces, request, match.chunks, tail))
         readers = request.readers or 1
-        tokens = match.chunks * (request.chunk_tokens or self._config.chunk_tokens)
+        tokens = match.chunks * (request.chunk_tokens or self._chunk_tokens)
         session = Session(
             client, request.request, request.model, chunks, parts, tokens, parts * readers, readers,
             share=share, reports=request.reports,

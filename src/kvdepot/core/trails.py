@@ -16,7 +16,7 @@ import msgspec
 from kvdepot.core.clients import Client
 from kvdepot.core.index.chunk import Namespace, state_of
 from kvdepot.core.index.events import IndexEvent, Reason, Removed
-from kvdepot.core.index.matching import Match, last_chained
+from kvdepot.core.index.matching import Match
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.lookups.search import Search
 from kvdepot.core.usage import Usages
@@ -68,7 +68,8 @@ class Trails:
         """Record the answer to an engine's lookup."""
         client, lookup, tiers, names = search.client, search.request, search.tiers, self._tier_names
         end, key, gone_s = self._end(match, search)
-        last = last_chained(match.pins[0]) if match.pins and match.namespaces[0].is_simple else None
+        tops = match.pins[0].chunks if match.pins and match.namespaces[0].is_simple else []
+        last = tops[0] if tops and tops[0].position else None  # the last chained one
         lookups = self._of(client, lookup.request).lookups
         lookups.append(
             TrailLookup(

@@ -30,15 +30,6 @@ class Match(NamedTuple):
     chunks: int
     tail: int | None = None
 
-    def __bool__(self) -> bool:
-        """Whether anything was found."""
-        return self.chunks > 0 or self.tail is not None
-
-    @property
-    def tops(self) -> list[Chunk]:
-        """The chunks to hold, which protect all of the prefix."""
-        return self.pins[0].chunks if len(self.pins) == 1 else [chunk for pin in self.pins for chunk in pin.chunks]
-
     def tail_key(self, tails: Sequence[wire.Tail]) -> bytes:
         """The key of the tail, which is one of these; empty: none."""
         return b"" if self.tail is None else tails[self.tail].key
@@ -140,11 +131,6 @@ def _parts(groups: Sequence[Namespace], keys: bytes, i: int) -> list[Chunk]:
 
 def _writers(parts: Sequence[Chunk]) -> set[str]:
     return {shard.writer for part in parts for shard in part.shards.values()}
-
-
-def last_chained(pin: Pin) -> Chunk | None:
-    """The last chained chunk of a prefix in the model's first unbounded group."""
-    return next((chunk for chunk in pin.chunks if chunk.position and chunk.namespace.trunk is chunk.namespace), None)
 
 
 def _part(namespace: Namespace, hashes: bytes, i: int) -> Chunk | None:

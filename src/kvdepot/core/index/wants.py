@@ -214,8 +214,10 @@ class Wants:
             self._orders, self._depths, self._given = {}, {}, None
 
     def lost(self, chunk: Chunk, before: Chunk | None) -> None:
-        """A wanted chunk is gone: the one before it in its chain, if there is one, is wanted instead."""
+        """A wanted chunk is gone: the one before it in its chain, if there is one, is wanted instead, and this one is
+        the first that is missing."""
         for want in self._wanters.pop(id(chunk)):
+            self._wait_for(want, (chunk.namespace.groups[0].number, chunk.key))
             del want.tops[id(chunk)]
             self._queues[want.owner].tops -= 1
             if before is not None and id(before) not in want.tops:

@@ -1,4 +1,4 @@
-"""What a lookup is told about the chunks that it has found. Queries only."""
+"""The answer to a lookup: says what was found, who has stored it, and where its last chunks are. Queries only."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from kvdepot.core.index.matching import Match, coming_part, coming_tail, match_p
 from kvdepot.core.index.wants import Want
 from kvdepot.core.leases import Leases
 from kvdepot.core.lookups.answers import hit_of
-from kvdepot.core.lookups.phases import MOST_QUEUED_HASHES, NEVER, PATIENT, Phase, table
+from kvdepot.core.lookups.phases import MOST_QUEUED_HASHES, NEVER, PATIENT, SearchPhase, table
 from kvdepot.core.lookups.search import Search
 from kvdepot.core.pins import Pins
 from kvdepot.core.tiering.loading import TierSearch
@@ -36,7 +36,7 @@ from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
 
 log = logging.getLogger(__name__)
 
-_WANTED, _STORES, _TIERS = Phase.WANTED, Phase.STORES, Phase.TIERS
+_WANTED, _STORES, _TIERS = SearchPhase.WANTED, SearchPhase.STORES, SearchPhase.TIERS
 
 
 class Lookups:
@@ -47,13 +47,13 @@ class Lookups:
         self.pins = Pins(config, index, self._counters, self._usages)
         self._budget = self.pins.budget
         self._rows = table(config.lookup_s)
-        self._config = config
+        self._max_sessions, self._chunk_tokens = config.max_sessions, config.chunk_tokens
         self._summed_below = summed_below(config.verify)
         self._index = index
         self._tiering = tiering
         self._leases = leases
         self._searches: dict[Hashable, Search] = {}  # by name; the first has come first
-        self._in: dict[Phase, dict[Search, None]] = {phase: {} for phase in Phase}
+        self._in: dict[SearchPhase, dict[Search, None]] = {phase: {} for phase in SearchPhase}
         self._queues: dict[Client, list[tuple[int, int, Search]]] = {}  # those that are WANTED: place, number, search
         self._queued_hashes = 0
         self._wanting: dict[Want, Search] = {}
@@ -73,7 +73,7 @@ class Lookups:
 
     def look_up(self, client: Client, number: bytes, request: wire.Lookup, now: float) -> list[Action]:
         """Answer a lookup from memory at once, or let it wait. Raises Busy."""
-        search = Search(client, number, request, (client, request.request))
+        search = Search(client, number, request, (client, request.request), by_hand=not request.readers)
         before, session = self._searches.get(search.name), client.sessions.get(request.request)
         # A client that suspects that an answer is lost sends the same again: it keeps its place, or its pins.
         if before is not None and before.number == number:
@@ -81,7 +81,7 @@ class Lookups:
         as_of = number, self._index.namespaces.withdrawals  # what was withdrawn is promised no more
         if session is not None and (session.number, session.withdrawals) == as_of:
             return [Reply(client.identity, number, session.answer)]
-        if session is None and request.pins and len(client.sessions) >= self._config.max_sessions:
+        if session is None and request.pins and len(client.sessions) >= self._max_sessions:
             self._counters["lookups_refused"] += 1
             raise Busy(f"{len(client.sessions)} requests hold pins, the limit set by max_sessions")
         actions: list[Action] = []
@@ -132,9 +132,9 @@ class Lookups:
             asks = (match.chunks < chunks or not has_end) and self._tiering.is_searchable
         waits = part is not None or asks
         if search.share is None and search.lease is None and (request.pins or waits):
-            most, tail = match.chunks, match.tail_key(request.tails)
-            if waits:
-                most, tail = chunks, request.tails[0].key if request.tails else b""
+            most, tail = chunks, request.tails[0].key if request.tails else b""
+            if not waits:
+                most, tail = match.chunks, match.tail_key(request.tails) if match.tail is not None else b""
             if most or tail:
                 is_early = request.queued and (self._is_behind(search) or (asks and self._tiering.loads.is_full))
                 claim = self._budget.weigh if is_early else self._budget.claim
@@ -155,7 +155,7 @@ class Lookups:
 
     def _wait_for_room(self, search: Search, match: Match, share: PinShare, now: float) -> list[Action]:
         """Let a search wait for a place in the pin budget if it may; otherwise answer it with what fits."""
-        request, phase = search.request, Phase.WANTED if search.request.queued else Phase.ROOM
+        request, phase = search.request, SearchPhase.WANTED if search.request.queued else SearchPhase.ROOM
         if search.phase is phase:
             may_wait = now < search.deadline
         else:
@@ -196,7 +196,7 @@ class Lookups:
         return [*tier_tasks]
 
     def _tiers_s(self, tiers: TierSearch) -> float:
-        """How long tiers may take, in seconds."""
+        """The seconds that tiers may take."""
         most_s = self._rows[_TIERS].within_s
         return min(most_s, tiers.slack_s) if tiers.is_trial else most_s
 
@@ -212,7 +212,7 @@ class Lookups:
 
     # -- the phases
 
-    def _may_enter(self, search: Search, phase: Phase, now: float) -> bool:
+    def _may_enter(self, search: Search, phase: SearchPhase, now: float) -> bool:
         """Whether a phase has room for one more search, and the search has time for it."""
         row, there = self._rows[phase], len(self._in[phase])
         if phase in PATIENT:
@@ -222,7 +222,7 @@ class Lookups:
         hashes = self._queued_hashes + len(search.request.hashes) // HASH_BYTES if phase is _WANTED else 0
         return there < row.most and hashes <= MOST_QUEUED_HASHES
 
-    def _enter(self, search: Search, phase: Phase, match: Match, now: float, part: Chunk | None = None) -> None:
+    def _enter(self, search: Search, phase: SearchPhase, match: Match, now: float, part: Chunk | None = None) -> None:
         """Let a search be in a phase, as its row says. match: what memory has. part: what it waits for in STORES."""
         before, row = search.phase, self._rows[phase]
         assert phase in self._rows[before].next, f"{before} -> {phase}"
@@ -230,7 +230,7 @@ class Lookups:
         search.phase, search.part = phase, part
         self._searches[search.name] = search
         self._in[phase][search] = None
-        self._hold(search, match.tops if row.holds else [])
+        self._hold(search, _tops(match) if row.holds else [])
         if row.wants and search.request.queued:
             self._want(search, match)
         if phase is _WANTED:
@@ -275,7 +275,7 @@ class Lookups:
             search.want = wants.join(search.client, request.place, search.size)
             self._wanting[search.want] = search
         key = request.hashes[match.chunks * HASH_BYTES : (match.chunks + 1) * HASH_BYTES]
-        wants.want(search.want, match.tops, (match.namespaces[0], key) if key and match.namespaces else None)
+        wants.want(search.want, _tops(match), (match.namespaces[0], key) if key and match.namespaces else None)
 
     def _pass(self, namespace: Namespace, key: bytes) -> None:
         """A chunk is there: the first in a queue that has waited for it wants it and what follows. Others that wait for
@@ -284,11 +284,11 @@ class Lookups:
         if want is not None:
             search = self._wanting[want]
             self._want(search, self._match(search))
-            search.passed.append((namespace, key))
+            search.passed[key] = namespace
 
     def _close(self, search: Search) -> None:
         """A search is answered, and its session or lease holds what was found."""
-        if search.phase is not Phase.ASKED:
+        if search.phase is not SearchPhase.ASKED:
             self._leave(search)
             self._hold(search, [])
             del self._searches[search.name]
@@ -297,9 +297,9 @@ class Lookups:
             self._index.wants.unwant(search.want)
             del self._wanting[search.want]
             search.want, passed = None, search.passed
-            for namespace, key in passed:
+            for key, namespace in passed.items():
                 self._pass(namespace, key)
-        search.phase = Phase.ANSWERED
+        search.phase = SearchPhase.ANSWERED
         if search.share is not None:
             self._budget.end(search.share)
             search.share = None
@@ -321,7 +321,7 @@ class Lookups:
     def _answer(self, search: Search, match: Match) -> Reply:
         """Pin what was found for the request, or lease it, and tell the client."""
         request, found, value = search.request, 0, object()
-        tokens = request.chunk_tokens or self._config.chunk_tokens
+        tokens = request.chunk_tokens or self._chunk_tokens
         try:
             value = self._keep(search, match)
             found = match.chunks
@@ -355,7 +355,7 @@ class Lookups:
             session = self.pins.pin(client, request, match, search.share)
             search.share = None
         else:
-            self._index.use(match.tops if match else [])
+            self._index.use(_tops(match))
             self.pins.end(client, request.request)  # of a lookup that this one replaces
         hit = wire.Hit(match.chunks, match.tail)
         if request.writers or request.layout:
@@ -395,7 +395,7 @@ class Lookups:
 
     def next_deadline(self) -> float:
         """When `expire` must be called next."""
-        if self._budget.has_freed and (self._in[Phase.ROOM] or self._queues):
+        if self._budget.has_freed and (self._in[SearchPhase.ROOM] or self._queues):
             return 0.0
         while self._timers and self._timers[0][0] != self._timers[0][2].deadline:
             heapq.heappop(self._timers)
@@ -433,9 +433,9 @@ class Lookups:
         """Go on with searches for which shares that have ended leave room."""
         self._budget.has_freed = False
         actions: list[Action] = []
-        for search in list(self._in[Phase.ROOM]):
+        for search in list(self._in[SearchPhase.ROOM]):
             actions += self._again(search, now)
-        blocked = {search.client for search in self._in[Phase.ROOM]}
+        blocked = {search.client for search in self._in[SearchPhase.ROOM]}
         for client, queue in list(self._queues.items()):
             while queue and client not in blocked:
                 search = queue[0][2]
@@ -480,7 +480,7 @@ class Lookups:
             request.model, request.world_size, request.blocks_in_chunk, request.name, 0, request.hashes, True,
             request.salt, request.chunk_tokens,
         )  # fmt: skip
-        search = Search(client, number, lookup, (client.tenant, request.name), lease)
+        search = Search(client, number, lookup, (client.tenant, request.name), lease, by_hand=True)
         before = self._searches.get(search.name)
         if before is not None and (before.client, before.number) == (client, number):
             return []  # sent again, as a lookup
@@ -490,6 +490,11 @@ class Lookups:
         """End the lookup of a lease that has not begun, if there is one; its reply is 0."""
         search = self._searches.get((client.tenant, name))
         return self._give_up(search) if search is not None else []
+
+
+def _tops(match: Match) -> list[Chunk]:
+    """The chunks to hold, which protect all of a match."""
+    return [chunk for pin in match.pins for chunk in pin.chunks]
 
 
 def _about(search: Search) -> dict[str, str]:

@@ -36,8 +36,8 @@ longer; a client waits twice as long for an answer (client/scheduler.py), to whi
 NEVER = float("inf")
 
 
-class Phase(Enum):
-    """What a search waits for."""
+class SearchPhase(Enum):
+    """Names what a search waits for."""
 
     ASKED = auto()
     """Nothing yet: it has just come."""
@@ -49,7 +49,7 @@ class Phase(Enum):
 
 
 class Row(NamedTuple):
-    """What holds of a search in a phase.
+    """The rules of one phase.
 
     next: the phases that may follow. within_s: how long it may wait, in seconds; NEVER: it has no deadline. most: how
     many searches may be in the phase, or in it and those that share its limit; others are answered at once. holds:
@@ -57,16 +57,16 @@ class Row(NamedTuple):
     has its place in the queue, if its request is queued.
     """
 
-    next: frozenset[Phase]
+    next: frozenset[SearchPhase]
     within_s: float = NEVER
     most: int = 0
     holds: bool = False
     wants: bool = False
 
 
-def table(lookup_s: float) -> dict[Phase, Row]:
+def table(lookup_s: float) -> dict[SearchPhase, Row]:
     """The row of each phase. lookup_s: how long tiers may take."""
-    asked, room, wanted, stores, tiers, answered = Phase
+    asked, room, wanted, stores, tiers, answered = SearchPhase
     return {
         asked: Row(frozenset({room, wanted, stores, tiers, answered})),
         room: Row(frozenset({room, stores, tiers, answered}), STORE_S, 1024),
@@ -77,7 +77,7 @@ def table(lookup_s: float) -> dict[Phase, Row]:
     }
 
 
-PATIENT = Phase.ROOM, Phase.STORES
+PATIENT = SearchPhase.ROOM, SearchPhase.STORES
 """The phases with one deadline for both, and one limit."""
 MOST_QUEUED_HASHES = 1 << 21
 """Hashes of all searches that are WANTED (64 MiB); further ones are answered at once with what fits."""

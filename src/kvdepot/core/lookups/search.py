@@ -14,21 +14,26 @@ from kvdepot.core.clients import Client, PinShare
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.wants import Want
 from kvdepot.core.leases import Lease
-from kvdepot.core.lookups.phases import NEVER, Phase
+from kvdepot.core.lookups.phases import NEVER, SearchPhase
 from kvdepot.core.tiering.loading import TierSearch
 from kvdepot.protocol import wire
 
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """A lookup until its answer. number: of the message to answer. name: unique among all searches in progress."""
+    """A lookup until its answer.
+
+    number: of the message to answer. name: unique among all searches in progress. by_hand: it warms or leases a prompt;
+    such lookups count neither as hits nor as misses.
+    """
 
     client: Client
     number: bytes
     request: wire.Lookup
     name: Hashable
     lease: Lease | None = None  # that is to hold what is found, instead of a session
-    phase: Phase = Phase.ASKED
+    by_hand: bool = False
+    phase: SearchPhase = SearchPhase.ASKED
     deadline: float = NEVER  # when its wait in this phase is over
     turn: tuple[int, int] = (0, -1)  # its place in its engine's queue, and its number among equal ones; -1: none yet
     first: int = 0  # chunks that memory had when it was searched last
@@ -36,12 +41,7 @@ class Search:
     share: PinShare | None = None  # of the pin budget
     size: int = 0  # bytes of its share, taken or not, if it is queued
     want: Want | None = None  # its place in the queue of its engine, and what it wants
-    passed: list[tuple[Namespace, bytes]] = field(default_factory=list)  # chunks that others may still wait for
+    passed: dict[bytes, Namespace] = field(default_factory=dict)  # by key: chunks that others may still wait for
     part: Chunk | None = None  # that is being stored, in the phase STORES
     tiers: TierSearch | None = None  # since the phase TIERS
     is_shortened: bool = False  # the answer is what fits the pin budget
-
-    @property
-    def by_hand(self) -> bool:
-        """Whether it warms or leases a prompt; such lookups count neither as hits nor as misses."""
-        return not self.request.readers

@@ -88,7 +88,7 @@ class _Open:
     found: list[Compared] = field(default_factory=list)
 
 
-class Hit(NamedTuple):
+class TrustedHit(NamedTuple):
     """The part of a hit that is loaded. tokens: from the prompt's start. terms: on which the rest is compared; None: it
     is not. is_unproven: whether the step that begins to compute the rest must prove what is loaded."""
 
@@ -122,7 +122,7 @@ class Trust:
         """Learn how chunks are cut, before the first hit."""
         self._chunk_tokens, self._is_plain = chunk_tokens, plan.is_plain and not self._has_experts
 
-    def divide(self, tracked: Tracked, found: Cached, local_tokens: int, sampled: float) -> Hit:
+    def divide(self, tracked: Tracked, found: Cached, local_tokens: int, sampled: float) -> TrustedHit:
         """Decide what is loaded of what a request's lookup has found.
 
         local_tokens: that the engine's own cache has. sampled: the share of hits that the server wants to be compared.
@@ -132,12 +132,12 @@ class Trust:
         trusted, end = self._trusted(self._scope(request, tokens), found, local_tokens)
         if not self.name or trusted >= tokens:
             is_sample = found.tokens > 0 and found.tail is None and tracked.draw < sampled
-            return Hit(0, Terms(self._scope(request, tokens), self._sample)) if is_sample else Hit(tokens)
+            return TrustedHit(0, Terms(self._scope(request, tokens), self._sample)) if is_sample else TrustedHit(tokens)
         terms = self.terms(request, tokens)
         if not self._is_plain or request.mm_features:
-            return Hit(0, terms)
+            return TrustedHit(0, terms)
         is_unproven = self._takes_back and size <= self._step_tokens and end - size > max(trusted, local_tokens)
-        return Hit(end - size if is_unproven else trusted, terms, is_unproven)
+        return TrustedHit(end - size if is_unproven else trusted, terms, is_unproven)
 
     def _trusted(self, scope: Scope, found: Cached, local_tokens: int) -> tuple[int, int]:
         """The tokens from the start whose writers are trusted, and the end of the chunks behind them of writers that
