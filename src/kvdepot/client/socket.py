@@ -391,6 +391,8 @@ class Client:
                 if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # half the cost of an exception
                     return
                 frame = self._socket.recv(_NOW)
+            except zmq.Again:
+                return
             except zmq.ZMQError as exc:
                 error = Unavailable(f"the ZeroMQ context of this client has ended: {exc.strerror}")
                 self._connection.lose_for_good(error)
