@@ -23,9 +23,10 @@ from kvdepot.integrations.vllm.events import Descriptions
 from kvdepot.integrations.vllm.in_step import StepLoad, StepLoads
 from kvdepot.integrations.vllm.leases import RequestLeases
 from kvdepot.integrations.vllm.lora import Roots
-from kvdepot.integrations.vllm.messages import Check, Orders, WorkerReport
+from kvdepot.integrations.vllm.messages import Orders, WorkerReport
 from kvdepot.integrations.vllm.phases import ASKING, IN_STEP, NEXT, Phase
 from kvdepot.integrations.vllm.plan import GroupPlan, Piece, StateBlock
+from kvdepot.integrations.vllm.proofs import Proofs
 from kvdepot.integrations.vllm.requests import (
     Answer,
     ChunkRules,
@@ -76,6 +77,7 @@ class SchedulerHalf:
     _rules: ChunkRules
     _leases: RequestLeases
     _tails: Tails
+    _proofs: Proofs
 
     def __init__(self, vllm_config: VllmConfig, model: str, settings: ConnectorSettings, writer: str) -> None:
         """model: the engine's namespace. writer: the name under which it stores."""
@@ -95,7 +97,6 @@ class SchedulerHalf:
         self._tracked: dict[str, Tracked] = {}
         self._uncached: set[str] = set()  # requests that are not tracked; why was logged
         self._trust = Trust(vllm_config, writer if settings.trust == "earned" else "", self._weights)
-        self._in_steps: list[Tracked] = []  # that are COPYING or PROVING in steps whose output is awaited
         self._is_faulty = False  # whether a worker can neither store nor load
         self._logged: set[str] = set()  # names of error types
         self._next = Orders()  # of the next step, so far
@@ -126,6 +127,7 @@ class SchedulerHalf:
         self._tails = Tails(self._chunk_tokens)
         self._trust.connect(self._chunk_tokens, self._plan)
         self._passes.plan = self._plan
+        self._proofs = Proofs(self._trust, self._holds, self._plan, self._chunk_tokens)
         self._is_connected = True
 
     def bind_block_pool(self, pool: BlockPool) -> None:
@@ -326,8 +328,7 @@ class SchedulerHalf:
         tracked.read_tokens = None
         tracked.count_asked()
         if num_external_tokens == 0:
-            if tracked.load is not None and tracked.load.is_unproven:
-                self._hide(tracked, blocks)
+            self._proofs.hide(tracked, blocks.get_block_ids())
             return
         answer = tracked.answer
         tokens, tail = answer.local_tokens + num_external_tokens, answer.tail
@@ -343,19 +344,12 @@ class SchedulerHalf:
         if answer.held is not None:
             tracked.enter(Phase.COPYING)
             self._load_in_step(tracked, pieces, answer.held)
-            if answer.is_unproven:
-                self._hide(tracked, blocks)
+            self._proofs.hide(tracked, tables)
             return
         tracked.enter(Phase.LOADING)  # whatever its outcome, the request is not loaded twice
         self._passes.holds(tracked, self._plan.count_blocks(tables))
         self._next.loads[request.request_id] = [tracked.transfer(piece, key) for piece in pieces]
         self._next.writers[request.request_id] = answer.writers
-
-    def _hide(self, tracked: Tracked, blocks: KVCacheBlocks) -> None:
-        """Let no other request read what a request has loaded, or computes on top of that, before it is proved: vLLM
-        has just put all these blocks into its own prefix cache."""
-        block_ids, read = self._plan.split(blocks.get_block_ids(), tracked.answer.local_tokens)
-        self._holds.hide(block_ids[read:])
 
     def _load_in_step(self, tracked: Tracked, pieces: Sequence[Piece], held: wire.Places) -> None:
         """Workers copy these chunks before the step that is being scheduled computes; that cannot fail."""
@@ -434,9 +428,11 @@ class SchedulerHalf:
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            if tracked.phase is not Phase.COMPUTING and self._begin(tracked) is Phase.PROVING:
-                assert state is not None
-                self._prove(orders, state, tracked, new_tokens)
+            if tracked.phase is not Phase.COMPUTING:
+                self._passes.left(request_id)
+                if self._proofs.begin(self._step, tracked):
+                    assert state is not None
+                    self._proofs.prove(orders, state, tracked, new_tokens)
             if self._keeps(tracked) or tracked.check is not None:
                 assert state is not None
                 try:
@@ -447,55 +443,16 @@ class SchedulerHalf:
                 self._end_pins(tracked)
         return orders
 
-    def _begin(self, tracked: Tracked) -> Phase | None:
-        """This step schedules a request that was waiting. Returns the phase that begins; None: none does."""
-        phase, load = tracked.phase, tracked.load
-        self._passes.left(tracked.request.request_id)
-        if phase is Phase.GIVEN_UP or (load is not None and load.step):
-            return None  # or the step before copies
-        if load is not None and load.is_unproven:
-            tracked.enter(Phase.PROVING)
-        elif phase is not Phase.COPYING:
-            tracked.enter(Phase.COMPUTING)
-            tracked.load = None
-            return Phase.COMPUTING
-        assert load is not None
-        load.step = self._step
-        self._in_steps.append(tracked)
-        return tracked.phase
-
-    def _prove(self, orders: Orders, state: KVConnectorBlockState, tracked: Tracked, new_tokens: int) -> None:
-        """Have this step prove what a request has loaded, by the chunks behind it that it completes, or else drop it:
-        vLLM then takes what the step has computed back."""
-        request, proof, terms, size = tracked.request, tracked.load, tracked.check, self._chunk_tokens
-        assert proof is not None and terms is not None
-        check = orders.proofs[self._trust.open(terms)] = Check([], terms.compare, proof.blocks)
-        end = min(request.num_computed_tokens + new_tokens, request.num_tokens) // size
-        chunks = range(proof.end // size, min(end, len(tracked.prompt.chain)))
-        # A part of the load may have failed: vLLM keeps what is before.
-        if chunks and tracked.is_cached and request.num_computed_tokens == proof.end:
-            pieces = self._plan.to_store(state.resolve_block_ids(request.request_id), chunks, request.num_prompt_tokens)
-            check.transfers.extend(tracked.transfer(piece) for piece in pieces)
-
     def _drop_unproven(self, failed: set[int]) -> set[int]:
         """Requests whose load the last step did not prove compute its tokens. Returns the other failed blocks."""
-        for tracked in self._in_steps if failed else ():
-            proof, request_id = tracked.load, tracked.request.request_id
-            is_there = tracked.phase is Phase.PROVING and self._tracked.get(request_id) is tracked
-            if is_there and proof is not None and not failed.isdisjoint(proof.blocks):
-                failed = failed - proof.blocks
+        for tracked in self._proofs.disproved(failed) if failed else ():
+            request_id, load = tracked.request.request_id, tracked.load
+            if self._tracked.get(request_id) is tracked and load is not None:
+                failed = failed - load.blocks
                 self._waiting.drop(request_id)
-                self._count_saved(tracked, -proof.tokens)
+                self._count_saved(tracked, -load.tokens)
                 tracked.read_tokens, tracked.saved_chunks = None, 0
         return failed
-
-    def _step_copied(self) -> None:
-        """The steps that copy or prove loads are over."""
-        over = [each for each in self._in_steps if each.load is not None and each.load.step <= self._ended_step]
-        self._in_steps = [each for each in self._in_steps if each not in over]
-        for tracked in over:
-            tracked.enter(Phase.COMPUTING)
-            tracked.load = None
 
     def _keeps(self, tracked: Tracked) -> bool:
         """Whether what a request computes is stored."""
@@ -601,7 +558,7 @@ class SchedulerHalf:
         wrong."""
         waiting, self._ended_step = self._waiting, max(step, self._ended_step)
         self._in_step.ended(step)
-        self._step_copied()
+        self._proofs.ended(self._ended_step)
         ready, self._ending_later = self._ending_later, []
         for copied_in, request_id, report in ready:
             self._end_session(request_id, copied_in, report)
@@ -639,8 +596,7 @@ class SchedulerHalf:
         tracked = self._tracked.pop(request_id, None)
         if tracked is None:
             return False
-        if tracked.load is not None and tracked.load.is_unproven:
-            self._holds.hide(tracked.load.blocks)
+        self._proofs.drop(tracked)
         self._depot.forget_lookup(request_id)
         self._leases.request_ending(tracked)
         self._depot.answers = self._answers.status

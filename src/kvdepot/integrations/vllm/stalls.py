@@ -59,7 +59,7 @@ class Passes:
         self._waited_s = 0.0  # for lookups, in this pass
         self._held, self._held_blocks = 0, 0  # requests that were told None in this pass, and what they need
         self._has_hurried = False
-        self._idle_since: float | None = None  # when one was told None, and nothing was computed since; None: neither
+        self._idle_since: float | None = None  # the end of the first pass that told one None, and computed nothing
         self._has_warned = False
 
     def __repr__(self) -> str:
@@ -124,8 +124,6 @@ class Passes:
             return
         self._held += 1
         self._held_blocks += self._need(request)
-        if self._idle_since is None:
-            self._idle_since = time.monotonic()
 
     # -- afterwards
 
@@ -152,6 +150,8 @@ class Passes:
         """A pass has ended with a step of these requests."""
         if scheduled or not self._held:
             self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = time.monotonic()
         self._blocker, self._asked = self._asked or self._blocker, ""
         self._waited_s, self._held, self._held_blocks, self._has_hurried = 0.0, 0, 0, False
         self._seats = max(1, self._config.max_num_seqs - len(scheduled))
