@@ -222,3 +222,12 @@ def test_a_lookup_without_an_answer_is_given_up_once_the_engine_stands_still(
     names.clear()
     assert engine.scheduler.reset_prefix_cache()
     assert engine.run("later", H) == 10 * CHUNK
+
+
+@policies
+def test_a_lookup_has_its_requests_place_in_vllms_queue(policy: str, start: Callable[..., Engine]) -> None:
+    engine = start(policy=policy)
+    asked = [engine.add(f"r{number}", W, priority=priority) for number, priority in enumerate((0, 3, -2, 2**40))]
+    asked[1].num_preemptions = 1
+    places = [half_of(engine)._passes.place(each) for each in asked]
+    assert places == ([0, -1, 0, 0] if policy == "fcfs" else [0, 5, -4, 2**31 - 1])

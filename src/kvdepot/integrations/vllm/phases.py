@@ -31,7 +31,7 @@ from __future__ import annotations
 import enum
 
 
-class Phase(enum.Enum):
+class RequestPhase(enum.Enum):
     """A stage of a request; the table above says what it waits for."""
 
     LOOKING = enum.auto()
@@ -46,14 +46,14 @@ class Phase(enum.Enum):
     GIVEN_UP = enum.auto()
 
 
-_P = Phase
+_P = RequestPhase
 ASKING = frozenset({_P.LOOKING, _P.AWAITED, _P.HURRIED, _P.FOUND})
 """The phases in which the answer to the lookup counts: no block has been loaded for the request yet."""
 IN_STEP = frozenset({_P.COPYING, _P.PROVING})
 """The phases that end with the output of the step that begins them."""
 SCHEDULED = IN_STEP | {_P.COMPUTING}
 
-NEXT: dict[Phase, frozenset[Phase]] = {
+NEXT: dict[RequestPhase, frozenset[RequestPhase]] = {
     _P.LOOKING: frozenset({_P.AWAITED, _P.FOUND, _P.COMPUTING, _P.GIVEN_UP}),
     _P.AWAITED: frozenset({_P.HURRIED, _P.FOUND, _P.COMPUTING, _P.GIVEN_UP}),
     _P.HURRIED: frozenset({_P.FOUND, _P.COMPUTING, _P.GIVEN_UP}),

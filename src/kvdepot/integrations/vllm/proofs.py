@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvdepot.integrations.vllm.messages import Check, Orders
-from kvdepot.integrations.vllm.phases import Phase
+from kvdepot.integrations.vllm.phases import RequestPhase
 from kvdepot.integrations.vllm.plan import GroupPlan
 from kvdepot.integrations.vllm.requests import Tracked
 from kvdepot.integrations.vllm.stores import Holds
@@ -35,7 +35,7 @@ class Proofs:
         """Let no other request read what a request has loaded, or computes on top of that, before it is proved: vLLM
         has just put all these blocks into its own prefix cache."""
         if tracked.load is not None and tracked.load.is_unproven:
-            block_ids, read = self._plan.split(tables, tracked.answer.local_tokens)
+            block_ids, read = self._plan.split(tables, tracked.promise.local_tokens)
             self._holds.hide(block_ids[read:])
 
     def drop(self, tracked: Tracked) -> None:
@@ -46,16 +46,16 @@ class Proofs:
     def begin(self, step: int, tracked: Tracked) -> bool:
         """This step schedules a request that was waiting. Returns whether the step is to prove its load."""
         load = tracked.load
-        if tracked.phase is Phase.GIVEN_UP or (load is not None and load.step):
+        if tracked.phase is RequestPhase.GIVEN_UP or (load is not None and load.step):
             return False  # or an earlier step copies, whose output is not back
-        if load is None or not (load.is_unproven or tracked.phase is Phase.COPYING):
-            tracked.enter(Phase.COMPUTING)
+        if load is None or not (load.is_unproven or tracked.phase is RequestPhase.COPYING):
+            tracked.enter(RequestPhase.COMPUTING)
             tracked.load = None
             return False
         load.step = step
         self._under_way.append(tracked)
         if load.is_unproven:
-            tracked.enter(Phase.PROVING)
+            tracked.enter(RequestPhase.PROVING)
         return load.is_unproven
 
     def prove(self, orders: Orders, state: KVConnectorBlockState, tracked: Tracked, new_tokens: int) -> None:
@@ -76,7 +76,7 @@ class Proofs:
         return [
             each
             for each in self._under_way
-            if each.phase is Phase.PROVING and each.load is not None and not failed.isdisjoint(each.load.blocks)
+            if each.phase is RequestPhase.PROVING and each.load is not None and not failed.isdisjoint(each.load.blocks)
         ]
 
     def ended(self, step: int) -> None:
@@ -86,5 +86,5 @@ class Proofs:
             if tracked.load is not None and tracked.load.step > step:
                 self._under_way.append(tracked)
             else:
-                tracked.enter(Phase.COMPUTING)
+                tracked.enter(RequestPhase.COMPUTING)
                 tracked.load = None

@@ -16,7 +16,7 @@ from msgspec.structs import astuple
 from kvdepot.client.transfer import Transfer, pack_block_ids
 from kvdepot.integrations.vllm.hints import NO_HINTS, Hints
 from kvdepot.integrations.vllm.messages import Terms
-from kvdepot.integrations.vllm.phases import NEXT, Phase
+from kvdepot.integrations.vllm.phases import NEXT, RequestPhase
 from kvdepot.integrations.vllm.plan import Piece
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ChunkChain, salt_tag
@@ -97,7 +97,7 @@ Report: TypeAlias = tuple[int, float, wire.Asked, tuple[int, int]]
 """The arguments of `SchedulerClient.end_session` for a request."""
 
 
-class Answer(NamedTuple):
+class Promise(NamedTuple):
     """The load that the answer to a request's lookup allows. local_tokens: those in the engine's own cache. tail: where
     it ends; None: at a whole chunk. writers: whose chunks it may load; none: any. is_unproven: whether the step that
     begins to compute is to prove it. held: where the chunks are that are loaded within the step that is being
@@ -110,7 +110,7 @@ class Answer(NamedTuple):
     held: wire.Places | None = None
 
 
-NO_ANSWER = Answer()
+NO_PROMISE = Promise()
 
 
 @dataclass
@@ -141,10 +141,10 @@ class Tracked:
     is_cached: bool = True
     """If not, it is neither looked up nor stored any more."""
     preemptions: int = 0
-    phase: Phase = Phase.LOOKING
+    phase: RequestPhase = RequestPhase.LOOKING
     waits_since: float = 0.0
     """Since when it is AWAITED and vLLM has a seat for it, by time.monotonic(); 0.0: not yet."""
-    answer: Answer = NO_ANSWER
+    promise: Promise = NO_PROMISE
     load: RequestLoad | None = None
     """The load of its phase."""
     saved_chunks: int = 0
@@ -173,7 +173,7 @@ class Tracked:
     has_stored_output: bool = False
     """Whether chunks with decoded tokens were given to workers to store."""
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: RequestPhase) -> None:
         """Change the phase. Raises KeyError for a change that the table lacks."""
         if phase is not self.phase:
             if phase not in NEXT[self.phase]:

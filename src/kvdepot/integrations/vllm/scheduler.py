@@ -24,12 +24,12 @@ from kvdepot.integrations.vllm.in_step import StepLoad, StepLoads
 from kvdepot.integrations.vllm.leases import RequestLeases
 from kvdepot.integrations.vllm.lora import Roots
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
-from kvdepot.integrations.vllm.phases import ASKING, IN_STEP, NEXT, Phase
+from kvdepot.integrations.vllm.phases import ASKING, IN_STEP, NEXT, RequestPhase
 from kvdepot.integrations.vllm.plan import GroupPlan, Piece, StateBlock
 from kvdepot.integrations.vllm.proofs import Proofs
 from kvdepot.integrations.vllm.requests import (
-    Answer,
     ChunkRules,
+    Promise,
     PromptEnd,
     Report,
     RequestChunks,
@@ -194,15 +194,15 @@ class SchedulerHalf:
         if tracked is not None:
             tracked.is_cached = False
             self._depot.forget_lookup(request_id)
-            if Phase.GIVEN_UP in NEXT[tracked.phase]:  # a load under way goes on
-                tracked.enter(Phase.GIVEN_UP)
+            if RequestPhase.GIVEN_UP in NEXT[tracked.phase]:  # a load under way goes on
+                tracked.enter(RequestPhase.GIVEN_UP)
 
     def _submit_lookup(self, tracked: Tracked) -> None:
         request = tracked.request
         chain = tracked.prompt.hash()
         self._depot.forget_lookup(request.request_id)
         self._depot.speed, tracked.waits_since = self._prefill.speed, 0.0
-        tracked.enter(Phase.LOOKING)
+        tracked.enter(RequestPhase.LOOKING)
         self._depot.writers = bool(self._trust.name)
         self._depot.layout = self._in_step.arena.layout
         if self._may_load and not request.skip_reading_prefix_cache:
@@ -237,8 +237,8 @@ class SchedulerHalf:
         if told[0] is None and not is_copying and self._passes.stands_still(limit_s):
             told = 0, False
             self.stats.add("stalls_broken")
-            if tracked is not None and Phase.GIVEN_UP in NEXT[tracked.phase]:
-                tracked.enter(Phase.GIVEN_UP)
+            if tracked is not None and RequestPhase.GIVEN_UP in NEXT[tracked.phase]:
+                tracked.enter(RequestPhase.GIVEN_UP)
         self._passes.told(request, told[0])
         return told
 
@@ -249,12 +249,12 @@ class SchedulerHalf:
             return 0, False
         if tracked.phase in IN_STEP:
             return None, False  # preempted, and its last load may not have been copied: its session goes on
-        if tracked.phase is Phase.LOADED:  # but nothing came: the blocks of its load are not its own any more
-            tracked.enter(Phase.COMPUTING)
+        if tracked.phase is RequestPhase.LOADED:  # but nothing came: the blocks of its load are not its own any more
+            tracked.enter(RequestPhase.COMPUTING)
             tracked.load = None
         if request.num_preemptions > tracked.preemptions and tracked.is_cached:
             tracked.preemptions = request.num_preemptions
-            if tracked.phase is Phase.COMPUTING:
+            if tracked.phase is RequestPhase.COMPUTING:
                 try:
                     self._submit_lookup(tracked)
                 except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
@@ -267,19 +267,19 @@ class SchedulerHalf:
         if tracked.phase not in ASKING or reach <= num_computed_tokens:
             return 0, False  # the depot cannot add anything: no need to wait for its answer
         begun = time.monotonic()
-        limit_s = self._passes.time_for_answer(tracked.phase is Phase.LOOKING)
+        limit_s = self._passes.time_for_answer(tracked.phase is RequestPhase.LOOKING)
         outcome = self._depot.wait_lookup(request.request_id, limit_s)
         self._passes.waited(time.monotonic() - begun)
         if isinstance(outcome, Pending):
-            if tracked.phase is not Phase.HURRIED:
-                tracked.enter(Phase.AWAITED)
+            if tracked.phase is not RequestPhase.HURRIED:
+                tracked.enter(RequestPhase.AWAITED)
             if self._passes.is_overdue(tracked, *self._times(missing)):  # once: a server that hangs gets no more time
-                tracked.enter(Phase.HURRIED)
+                tracked.enter(RequestPhase.HURRIED)
                 self._depot.hurry_lookup(request.request_id)
             return None, False
-        tracked.enter(Phase.FOUND)
+        tracked.enter(RequestPhase.FOUND)
         found = cached = 0
-        answer = Answer(num_computed_tokens)
+        promise = Promise(num_computed_tokens)
         if isinstance(outcome, Cached):
             tail = None if outcome.tail is None else tracked.tails[outcome.tail]
             found = outcome.tokens if tail is None else tail.tokens
@@ -290,8 +290,8 @@ class SchedulerHalf:
             runs = outcome.writers
             last = min((run.end for run in runs if run.end * self._chunk_tokens >= cached), default=0)
             writers = tuple({run.writer for run in runs if run.end <= last})
-            answer = Answer(num_computed_tokens, tail if cached == found else None, writers, is_unproven)
-        tracked.answer = answer
+            promise = Promise(num_computed_tokens, tail if cached == found else None, writers, is_unproven)
+        tracked.promise = promise
         tracked.saved_chunks = cached // self._chunk_tokens
         if self._events is not None:
             self._events.found(request, tracked.prompt.chain, found // self._chunk_tokens)
@@ -308,7 +308,7 @@ class SchedulerHalf:
         assert isinstance(outcome, Cached)
         if not (self._depot.client.is_welcomed and self._in_step.promise(outcome, first, end)):
             return (new_tokens, True) if self._passes.may_load(request) else (None, False)
-        tracked.answer = answer._replace(held=outcome.held)
+        tracked.promise = promise._replace(held=outcome.held)
         return min(new_tokens, request.num_tokens - 1 - num_computed_tokens), False  # vLLM computes a token at least
 
     def _times(self, missing: int) -> tuple[float, float]:
@@ -330,26 +330,26 @@ class SchedulerHalf:
         if num_external_tokens == 0:
             self._proofs.hide(tracked, blocks.get_block_ids())
             return
-        answer = tracked.answer
-        tokens, tail = answer.local_tokens + num_external_tokens, answer.tail
+        promise = tracked.promise
+        tokens, tail = promise.local_tokens + num_external_tokens, promise.tail
         is_tail = tail is not None and tail.tokens == tokens
         end, key = tokens // self._chunk_tokens + is_tail, tail.key if tail is not None and is_tail else b""
-        if answer.held is not None:  # without the last token of the prompt
+        if promise.held is not None:  # without the last token of the prompt
             end = -(-tokens // self._chunk_tokens)
         tables = blocks.get_block_ids()
-        pieces = self._plan.to_load(tables, answer.local_tokens, end)
+        pieces = self._plan.to_load(tables, promise.local_tokens, end)
         targets = frozenset(block for piece in pieces for block in piece.blocks[piece.skip :])
         self._waiting.overwritten(targets)
-        tracked.load = RequestLoad(targets, num_external_tokens, tokens, answer.is_unproven)
-        if answer.held is not None:
-            tracked.enter(Phase.COPYING)
-            self._load_in_step(tracked, pieces, answer.held)
+        tracked.load = RequestLoad(targets, num_external_tokens, tokens, promise.is_unproven)
+        if promise.held is not None:
+            tracked.enter(RequestPhase.COPYING)
+            self._load_in_step(tracked, pieces, promise.held)
             self._proofs.hide(tracked, tables)
             return
-        tracked.enter(Phase.LOADING)  # whatever its outcome, the request is not loaded twice
+        tracked.enter(RequestPhase.LOADING)  # whatever its outcome, the request is not loaded twice
         self._passes.holds(tracked, self._plan.count_blocks(tables))
         self._next.loads[request.request_id] = [tracked.transfer(piece, key) for piece in pieces]
-        self._next.writers[request.request_id] = answer.writers
+        self._next.writers[request.request_id] = promise.writers
 
     def _load_in_step(self, tracked: Tracked, pieces: Sequence[Piece], held: wire.Places) -> None:
         """Workers copy these chunks before the step that is being scheduled computes; that cannot fail."""
@@ -376,7 +376,7 @@ class SchedulerHalf:
         Its pins stay until the rest of the prompt is stored (`_end_pins`): if these chunks were evicted before, chunks
         stored after them could never be found.
         """
-        tracked.enter(Phase.LOADED)
+        tracked.enter(RequestPhase.LOADED)
         if not load.has_failed:
             self._count_saved(tracked, load.tokens)
             return
@@ -428,7 +428,7 @@ class SchedulerHalf:
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            if tracked.phase is not Phase.COMPUTING:
+            if tracked.phase is not RequestPhase.COMPUTING:
                 self._passes.left(request_id)
                 if self._proofs.begin(self._step, tracked):
                     assert state is not None
@@ -511,7 +511,7 @@ class SchedulerHalf:
             return
         blocks = block_ids[:read], block_ids[read:]
         kept, compared = self._keeps(tracked), list[Transfer]()
-        if tracked.check is not None and tracked.phase is not Phase.PROVING:  # what it reads proves nothing
+        if tracked.check is not None and tracked.phase is not RequestPhase.PROVING:  # what it reads proves nothing
             first = max(-(-tracked.read_tokens // size), tracked.check.first // size, chunks.start)
             own = self._plan.to_store(tables, range(first, chunks.stop), request.num_prompt_tokens, states, junction)
             compared = [tracked.transfer(piece) for piece in own] if first < chunks.stop else []
@@ -583,7 +583,7 @@ class SchedulerHalf:
         """The loads of these requests that have not ended."""
         for request_id in request_ids:
             tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.phase is Phase.LOADING and tracked.load is not None:
+            if tracked is not None and tracked.phase is RequestPhase.LOADING and tracked.load is not None:
                 yield tracked, tracked.load
 
     # -- the end
@@ -628,7 +628,7 @@ class SchedulerHalf:
         """
         request, tokens = tracked.request, tracked.request.num_computed_tokens
         is_over = request.num_prompt_tokens <= tokens <= request.num_tokens  # and no placeholder was computed
-        is_over &= tracked.phase is not Phase.LOADING and request.streaming_queue is None
+        is_over &= tracked.phase is not RequestPhase.LOADING and request.streaming_queue is None
         if not (self._plan.has_tails and self._keeps(tracked) and tracked.is_cached and is_over):
             return None
         with suppress(Exception):  # tokens and items come from a caller: they cost the tail, never the engine
@@ -642,7 +642,7 @@ class SchedulerHalf:
             if self._waiting.has_suspects and not self._waiting.check(block_ids, read):
                 pieces = []
             if pieces:
-                before = tracked.answer.tail.key if tracked.answer.tail is not None else b""
+                before = tracked.promise.tail.key if tracked.promise.tail is not None else b""
                 stores = [tracked.transfer(piece, tail.key, before) for piece in pieces]
                 blocks = block_ids[:read], block_ids[read:]
                 self._waiting.add(WaitingStore(self._step, stores, *blocks, request.lora_request))

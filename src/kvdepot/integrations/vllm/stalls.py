@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from kvdepot.integrations.vllm.phases import Phase
+from kvdepot.integrations.vllm.phases import RequestPhase
 from kvdepot.integrations.vllm.requests import Tracked
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ log = init_logger(__name__)
 PATIENCE_S = 0.5
 """The server may take this long for a lookup, or as long as its tiers may if that is longer. Then a lookup is hurried,
 and nothing counts as a stall before."""
+_MOST_PLACE = 2**31 - 1
 _ANSWER_S, _FIRST_ANSWER_S = 0.0005, 0.002
 """A step waits this long for pending lookups, and for those that it asks for the first time, all requests together: the
 server may take its time (docs/decisions.md, "Lookups wait for stores in progress"), and the requests that run must
@@ -70,7 +71,7 @@ class Passes:
     def must_wait(self, request_id: str) -> bool:
         """Whether loaded requests come first. vLLM asks for this one, so it has no blocks (any more)."""
         self._holders.pop(request_id, None)
-        return bool(self._blocker) and any(each.phase is Phase.LOADED for each, _ in self._holders.values())
+        return bool(self._blocker) and any(each.phase is RequestPhase.LOADED for each, _ in self._holders.values())
 
     def time_for_answer(self, is_first: bool) -> float:
         """The seconds that the step may wait for the answer to a request's lookup. is_first: asked the first time."""
@@ -87,7 +88,7 @@ class Passes:
         the first is hurried: others would still have their short answers when their turn comes.
         """
         now, limit_s = time.monotonic(), min(server_s, compute_s or server_s)
-        if self._held >= self._seats or tracked.phase is not Phase.AWAITED:
+        if self._held >= self._seats or tracked.phase is not RequestPhase.AWAITED:
             return False
         tracked.waits_since = tracked.waits_since or now
         if self._has_hurried or now - tracked.waits_since <= limit_s:
@@ -124,6 +125,12 @@ class Passes:
             return
         self._held += 1
         self._held_blocks += self._need(request)
+
+    def place(self, request: Request) -> int:
+        """The place of a request in vLLM's queue, as of wire.Lookup: the lowest is scheduled first. In equal places it
+        is the earlier one; but vLLM puts those that it preempts before others."""
+        turn = 2 * request.priority if self._config.policy == "priority" else 0
+        return int(max(-_MOST_PLACE, min(turn - (request.num_preemptions > 0), _MOST_PLACE)))
 
     # -- afterwards
 
