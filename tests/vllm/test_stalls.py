@@ -147,8 +147,7 @@ def test_no_load_takes_blocks_that_a_request_held_back_before_it_needs(
     assert (engine.worker.begun["H"], engine.worker.begun["L"]) == ([10 * CHUNK], [24 * CHUNK])
 
 
-@pytest.mark.parametrize("bytes_in_step", [0, 1 << 20], ids=["loaded before", "loaded in the step"])
-@in_turn
+@pytest.mark.parametrize(("steps", "bytes_in_step"), [(1, 0), (2, 1 << 20)], ids=["loaded before", "or in the step"])
 @policies
 @shapes
 def test_requests_that_come_at_once_all_end_whatever_is_late(

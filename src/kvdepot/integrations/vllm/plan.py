@@ -117,11 +117,11 @@ class GroupPlan:
 
     def most_blocks(self, tokens: int, step_tokens: int) -> int:
         """The most blocks that a request of this many tokens needs at a time; of windows and states, at least as many.
-        step_tokens: of the largest step."""
+        step_tokens: that a step computes of it at most."""
         needed = 0
         for group in self._groups:
             block_tokens = self._chunk_tokens // group.span
-            kept = group.reach * self._chunk_tokens + step_tokens + block_tokens if group.reach else tokens
+            kept = group.reach * self._chunk_tokens + step_tokens + 2 * block_tokens if group.reach else tokens
             needed += -(-min(tokens, kept) // block_tokens)
         return needed
 

@@ -307,7 +307,7 @@ class SchedulerHalf:
         first, end = num_computed_tokens // self._chunk_tokens, cached // self._chunk_tokens
         assert isinstance(outcome, Cached)
         if not (self._depot.client.is_welcomed and self._in_step.promise(outcome, first, end)):
-            return (new_tokens, True) if self._passes.may_load(request) else (None, False)
+            return (new_tokens, True) if self._passes.may_load(request, cached) else (None, False)
         tracked.promise = promise._replace(held=outcome.held)
         return min(new_tokens, request.num_tokens - 1 - num_computed_tokens), False  # vLLM computes a token at least
 
@@ -592,7 +592,7 @@ class SchedulerHalf:
         """tables: its blocks by KV cache group, without those that only tokens of later steps would need."""
         request_id = request.request_id
         self._uncached.discard(request_id)
-        self._passes.gone(request_id)
+        self._passes.left(request_id)
         tracked = self._tracked.pop(request_id, None)
         if tracked is None:
             return False

@@ -6,7 +6,8 @@ have promised holds blocks while it waits in that queue. vLLM 0.32 and later sch
 keeps the order of the queue: a request that does not fit stands before a loaded one, forever if nothing else runs, as
 only the loaded one could free blocks (vLLM's issue 57841). So:
 
-- Once a pass has ended at a request that did not fit, every request is told None as long as a loaded one waits behind.
+- If a pass has ended at a request that did not fit, the next one is for loaded requests: others are told None while one
+  of these is not scheduled.
 - An asynchronous load is promised only if its request fits beside what others need: those that wait with blocks, of
   which none could go on otherwise (of windows, vLLM 0.30 to 0.33 reserve too little), and those that were told None
   before it in the pass, which vLLM would pass by again and again. Needs are counted from above.
@@ -55,8 +56,8 @@ class Passes:
         self.pool: BlockPool | None = None
         self.plan: GroupPlan | None = None
         self._holders: dict[str, tuple[Tracked, int]] = {}  # that wait with blocks, and what each needs beside these
-        self._blocker = ""  # the request at which a pass ended; empty: none, or it has its blocks
-        self._asked = ""  # the last one that was told a number, until it has its blocks
+        self._asked = ""  # the last request that was told a number; empty: it has its blocks
+        self._is_blocked = False  # whether the last pass ended at a request that did not fit
         self._waited_s = 0.0  # for lookups, in this pass
         self._held, self._held_blocks = 0, 0  # requests that were told None in this pass, and what they need
         self._has_hurried = False
@@ -71,7 +72,7 @@ class Passes:
     def must_wait(self, request_id: str) -> bool:
         """Whether loaded requests come first. vLLM asks for this one, so it has no blocks (any more)."""
         self._holders.pop(request_id, None)
-        return bool(self._blocker) and any(each.phase is RequestPhase.LOADED for each, _ in self._holders.values())
+        return self._is_blocked and any(each.phase is RequestPhase.LOADED for each, _ in self._holders.values())
 
     def time_for_answer(self, is_first: bool) -> float:
         """The seconds that the step may wait for the answer to a request's lookup. is_first: asked the first time."""
@@ -96,13 +97,13 @@ class Passes:
         self._has_hurried = True
         return True
 
-    def may_load(self, request: Request) -> bool:
+    def may_load(self, request: Request, loaded_tokens: int) -> bool:
         """Whether an asynchronous load leaves what others need: those that were told None before it in this pass, and
         those that hold blocks already."""
         if self.pool is None or not (self._held or self._holders):
             return True
         needed = self._held_blocks + sum(rest for _, rest in self._holders.values())
-        return self._need(request) + needed <= int(self.pool.get_num_free_blocks())
+        return self._need(request, loaded_tokens) + needed <= int(self.pool.get_num_free_blocks())
 
     def stands_still(self, limit_s: float) -> bool:
         """Whether nothing was computed for `limit_s`, while requests were told None. Then the time begins anew, and the
@@ -138,20 +139,16 @@ class Passes:
         """A request has its blocks."""
         if self._asked == request_id:
             self._asked = ""
-        if self._blocker == request_id:
-            self._blocker = ""
 
     def holds(self, tracked: Tracked, blocks: int) -> None:
         """A request waits for its load with this many blocks."""
-        self._holders[tracked.request.request_id] = tracked, max(0, self._need(tracked.request) - blocks)
+        assert tracked.load is not None
+        rest = max(0, self._need(tracked.request, tracked.load.end) - blocks)
+        self._holders[tracked.request.request_id] = tracked, rest
 
     def left(self, request_id: str) -> None:
         """A request is scheduled, or gone."""
         self._holders.pop(request_id, None)
-
-    def gone(self, request_id: str) -> None:
-        self.left(request_id)
-        self.given(request_id)
 
     def ended(self, scheduled: Sized) -> None:
         """A pass has ended with a step of these requests."""
@@ -159,9 +156,13 @@ class Passes:
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = time.monotonic()
-        self._blocker, self._asked = self._asked or self._blocker, ""
+        self._is_blocked, self._asked = bool(self._asked), ""
         self._waited_s, self._held, self._held_blocks, self._has_hurried = 0.0, 0, 0, False
         self._seats = max(1, self._config.max_num_seqs - len(scheduled))
 
-    def _need(self, request: Request) -> int:
-        return self.plan.most_blocks(request.num_tokens, self._config.max_num_batched_tokens) if self.plan else 0
+    def _need(self, request: Request, loaded_tokens: int = 0) -> int:
+        """The most blocks that a request has at a time. loaded_tokens: from its start, also those of vLLM's cache."""
+        if self.plan is None:
+            return 0
+        tokens: int = request.num_tokens
+        return self.plan.most_blocks(tokens, min(tokens - loaded_tokens, self._config.max_num_batched_tokens))
