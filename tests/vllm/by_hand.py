@@ -206,14 +206,14 @@ class Engine:
 
     def __init__(
         self, url: str, model: Path, steps: int = 1, blocks: int = 64, window: int = 0, states: Sequence[int] = (),
-        plans_ahead: bool = True, writer: str = "", policy: str = "fcfs", beside: str = "", **extra: Any,
+        plans_ahead: bool = True, writer: str = "", beside: Sequence[dict[str, Any]] = (), policy: str = "fcfs",
+        **extra: Any,
     ) -> None:  # fmt: skip
-        """writer: the name under which it stores; empty: that of all engines in this process. steps: how many are under
-        way at a time, 2 with asynchronous scheduling. policy: by which vLLM orders its queue. beside: module and class
-        of a connector before ours below MultiConnector; empty: ours is alone. window: of sliding windows; 0: full
-        attention. states: tokens of a block, and of vLLM's hashes, of a model with states beside full attention, as
-        Qwen3-Next; empty: without.
-        extra: our settings.
+        """beside: settings of connectors behind ours, below MultiConnector; none: ours alone. writer: the name under
+        which it stores; empty: that of all engines in this process. steps: how many are under way at a time, 2 with
+        asynchronous scheduling. policy: by which vLLM orders its queue. window: of sliding windows; 0: full attention.
+        states: tokens of a block, and of vLLM's hashes, of a model with states beside full attention, as Qwen3-Next;
+        empty: without. extra: our settings.
         """
         from vllm.config import KVTransferConfig, set_current_vllm_config
         from vllm.engine.arg_utils import EngineArgs
@@ -234,12 +234,12 @@ class Engine:
                 "kvdepot.url": url, "kvdepot.required": True, "kvdepot.trust": "given", **extra,
             },
         }  # fmt: skip
-        module, _, name = beside.rpartition(".")
-        other = {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"}
-        both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [other, ours]}}
-        told = KVTransferConfig(
-            **ours | (both if beside else {}), engine_id="one of these", kv_load_failure_policy="recompute"
-        )
+        if beside:
+            ours = {
+                "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"connectors": [ours, *beside]},
+            }  # fmt: skip
+        told = KVTransferConfig(engine_id="one of these", **ours)
         block, unit = states or (BLOCK, BLOCK)
         self.config = config = EngineArgs(
             model=str(model), skip_tokenizer_init=True, kv_transfer_config=told, block_size=block, max_num_seqs=8,

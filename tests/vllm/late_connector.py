@@ -1,4 +1,4 @@
-"""A connector of vLLM that has nothing, and whose answer for some requests is late: it stands before ours below
+"""A connector of vLLM that has nothing, and whose answer for some requests is late: it stands behind ours below
 MultiConnector."""
 
 from __future__ import annotations

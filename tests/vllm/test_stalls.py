@@ -28,7 +28,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 shapes = pytest.mark.parametrize("shape", SHAPES)
 in_turn = pytest.mark.parametrize("steps", [1, 2])
 policies = pytest.mark.parametrize("policy", ["fcfs", "priority"])
-LATE = "tests.vllm.late_connector.LateConnector"
+BESIDE = {
+    "kv_connector": "LateConnector", "kv_connector_module_path": "tests.vllm.late_connector", "kv_role": "kv_both",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def start(start_by_hand: StartByHand) -> Callable[..., Engine]:
 
 def half_of(engine: Engine) -> Any:
     connector = engine.scheduler.connector
-    return getattr(connector, "_connectors", [connector])[-1]._scheduler
+    return getattr(connector, "_connectors", [connector])[0]._scheduler
 
 
 def late(engine: Engine) -> set[str]:
@@ -116,7 +118,7 @@ def test_a_late_answer_does_not_stand_before_a_load(
 def test_another_connectors_late_answer_does_not_stand_before_a_load(
     shape: str, steps: int, start: Callable[..., Engine]
 ) -> None:
-    engine = start(H, L, beside=LATE, steps=steps, **SHAPES[shape])
+    engine = start(H, L, beside=[BESIDE], steps=steps, **SHAPES[shape])
     LateConnector.late.add("H")
     made = [engine.add("H", H), engine.add("L", L)]
     step_until(engine, lambda: is_loading(made[1]))
