@@ -206,12 +206,14 @@ class Engine:
 
     def __init__(
         self, url: str, model: Path, steps: int = 1, blocks: int = 64, window: int = 0, states: Sequence[int] = (),
-        plans_ahead: bool = True, writer: str = "", **extra: Any,
+        plans_ahead: bool = True, writer: str = "", beside: Sequence[dict[str, Any]] = (), policy: str = "fcfs",
+        **extra: Any,
     ) -> None:  # fmt: skip
-        """writer: the name under which it stores; empty: that of all engines in this process. steps: how many are under
-        way at a time, 2 with asynchronous scheduling. window: of sliding windows; 0: full attention. states: tokens of
-        a block, and of vLLM's hashes, of a model with states beside full attention, as Qwen3-Next; empty: without.
-        extra: our settings.
+        """beside: settings of connectors behind ours, below MultiConnector; none: ours alone. writer: the name under
+        which it stores; empty: that of all engines in this process. steps: how many are under way at a time, 2 with
+        asynchronous scheduling. policy: by which vLLM orders its queue. window: of sliding windows; 0: full attention.
+        states: tokens of a block, and of vLLM's hashes, of a model with states beside full attention, as Qwen3-Next;
+        empty: without. extra: our settings.
         """
         from vllm.config import KVTransferConfig, set_current_vllm_config
         from vllm.engine.arg_utils import EngineArgs
@@ -226,16 +228,23 @@ class Engine:
         )
         from vllm.v1.structured_output import StructuredOutputManager
 
-        told = KVTransferConfig(
-            kv_connector="KVDepotConnector", kv_role="kv_both", engine_id="one of these",
-            kv_connector_extra_config={
+        ours: dict[str, Any] = {
+            "kv_connector": "KVDepotConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {
                 "kvdepot.url": url, "kvdepot.required": True, "kvdepot.trust": "given", **extra,
             },
-        )  # fmt: skip
+        }  # fmt: skip
+        if beside:
+            ours = {
+                "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"connectors": [ours, *beside]},
+            }  # fmt: skip
+        told = KVTransferConfig(engine_id="one of these", **ours)
         block, unit = states or (BLOCK, BLOCK)
         self.config = config = EngineArgs(
             model=str(model), skip_tokenizer_init=True, kv_transfer_config=told, block_size=block, max_num_seqs=8,
             max_num_batched_tokens=max(BATCH, block), max_model_len=4096, async_scheduling=steps > 1,
+            scheduling_policy=policy,
         ).create_engine_config()  # fmt: skip
         config.scheduler_config.async_scheduling = steps > 1 and plans_ahead  # vLLM turns it off on CPUs
         config.instance_id = "one of these"  # files that this process has written are shared with no other engine
@@ -263,7 +272,10 @@ class Engine:
         self._steps = steps
         self._under_way: deque[tuple[Any, Any]] = deque()
 
-    def add(self, name: str, prompt: Sequence[int], says: int = 8, stops: Sequence[int] = (), hints: Any = None) -> Any:
+    def add(
+        self, name: str, prompt: Sequence[int], says: int = 8, stops: Sequence[int] = (), hints: Any = None,
+        priority: int = 0,
+    ) -> Any:  # fmt: skip
         """Add a request that says this many tokens, or up to one of `stops`. Returns vLLM's object."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
@@ -272,7 +284,7 @@ class Engine:
             max_tokens=says, ignore_eos=True, detokenize=False, stop_token_ids=[*stops],
             extra_args={"kv_transfer_params": hints} if hints else None,
         )  # fmt: skip
-        made = Request(name, list(prompt), params, None, block_hasher=self._hasher)
+        made = Request(name, list(prompt), params, None, block_hasher=self._hasher, priority=priority)
         self.worker.texts[name] = Text(prompt)
         self.worker.prompts[name] = len(prompt)
         self.scheduler.add_request(made)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from kvdepot.integrations.vllm.phases import RequestPhase
 from tests.conftest import Depot, StartDepot, eventually
 from tests.vllm.by_hand import BATCH, CHUNK, Engine, check, lose_server, prompt
 from tests.vllm.conftest import StartByHand
@@ -155,7 +156,7 @@ def test_a_server_that_is_killed_before_the_comparison_costs_a_computation(
     made = engine.add("hit", tokens)
     if not bytes_in_step:  # its load ends first
         half = engine.scheduler.connector._scheduler
-        while "hit" not in half._tracked or half._tracked["hit"].proof is None or half._tracked["hit"].load:
+        while "hit" not in half._tracked or half._tracked["hit"].phase is not RequestPhase.LOADED:
             engine.step()
         depot.process.kill(), depot.process.wait()
     else:

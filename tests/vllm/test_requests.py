@@ -25,6 +25,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.integrations.vllm.connector import KVDepotConnector
 from kvdepot.integrations.vllm.identity import refuse_unserved
 from kvdepot.integrations.vllm.messages import WorkerReport
+from kvdepot.integrations.vllm.phases import RequestPhase
 from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks, names_are_contents
 from kvdepot.protocol import wire
 from tests.client.answers import Answering
@@ -276,6 +277,7 @@ def test_pins_of_a_load_end_when_the_rest_of_the_prompt_is_stored(vllm_depot: De
     before = told_saved()
     one = request(list(range(512)))
     connector.on_new_request(one)
+    connector._scheduler._tracked["r"].enter(RequestPhase.FOUND)
     connector.update_state_after_alloc(one, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 256)
     steps.build()
     connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}))

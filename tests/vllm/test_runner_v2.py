@@ -88,7 +88,7 @@ def test_a_deep_queue_loads_each_prompt_from_a_slow_tier_in_its_turn(
 ) -> None:
     need(commands=["redis-server"], modules=["redis"])
     monkeypatch.setattr("kvdepot.integrations.vllm.stats.PrefillSpeed.speed", 0.0)  # or computing would be faster
-    monkeypatch.setattr("kvdepot.integrations.vllm.scheduler._HELD_S", HANG_S)
+    monkeypatch.setattr("kvdepot.integrations.vllm.scheduler.PATIENCE_S", HANG_S)
     prompts = [prompt(1000 + i, 3 * CHUNK + 5) for i in range(500)]
     with ExitStack() as stack:
         store = RedisServer(tmp_path)

@@ -115,6 +115,20 @@ class GroupPlan:
         """
         return min(computed, known) - max(0, self._rules.lookahead - 1)
 
+    def most_blocks(self, tokens: int, step_tokens: int) -> int:
+        """The most blocks that a request of this many tokens needs at a time; of windows and states, at least as many.
+        step_tokens: that a step computes of it at most."""
+        needed = 0
+        for group in self._groups:
+            block_tokens = self._chunk_tokens // group.span
+            kept = group.reach * self._chunk_tokens + step_tokens + 2 * block_tokens if group.reach else tokens
+            needed += -(-min(tokens, kept) // block_tokens)
+        return needed
+
+    def count_blocks(self, tables: Sequence[Sequence[int]]) -> int:
+        """The number of a request's blocks."""
+        return sum(block != NULL_BLOCK for group in self._groups for block in tables[group.table])
+
     # -- loads
 
     def to_load(self, tables: Sequence[Sequence[int]], local_tokens: int, end: int) -> list[Piece]:

@@ -16,6 +16,7 @@ from msgspec.structs import astuple
 from kvdepot.client.transfer import Transfer, pack_block_ids
 from kvdepot.integrations.vllm.hints import NO_HINTS, Hints
 from kvdepot.integrations.vllm.messages import Terms
+from kvdepot.integrations.vllm.phases import NEXT, RequestPhase
 from kvdepot.integrations.vllm.plan import Piece
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ChunkChain, salt_tag
@@ -96,28 +97,38 @@ Report: TypeAlias = tuple[int, float, wire.Asked, tuple[int, int]]
 """The arguments of `SchedulerClient.end_session` for a request."""
 
 
+class Promise(NamedTuple):
+    """The load that the answer to a request's lookup allows. local_tokens: those in the engine's own cache. tail: where
+    it ends; None: at a whole chunk. writers: whose chunks it may load; none: any. is_unproven: whether the step that
+    begins to compute is to prove it. held: where the chunks are that are loaded within the step that is being
+    scheduled; None: the lane loads them."""
+
+    local_tokens: int = 0
+    tail: PromptEnd | None = None
+    writers: tuple[str, ...] = ()
+    is_unproven: bool = False
+    held: wire.Places | None = None
+
+
+NO_PROMISE = Promise()
+
+
 @dataclass
 class RequestLoad:
-    """Chunks of a request that workers will load or are loading."""
+    """Chunks of a request that workers load, and afterwards what is to be proved of them."""
 
-    transfers: list[Transfer]
-    """One per KV cache group that needs any."""
     blocks: frozenset[int]
     """The blocks that it fills."""
     tokens: int
+    """Tokens that it spares."""
     end: int
     """The tokens from the prompt's start to the load's end."""
+    is_unproven: bool = False
+    """Whether the step that begins to compute is to prove it."""
+    step: int = 0
+    """The step that copies or proves it."""
     has_failed: bool = False
     """On some rank; the last rank may end it some steps later."""
-
-
-class UnprovenLoad(NamedTuple):
-    """A request's load, ended or under way, that the step that begins to compute is to prove. blocks: those that it
-    fills. end: tokens from the prompt's start to its end. tokens: that it spares."""
-
-    blocks: frozenset[int]
-    end: int
-    tokens: int
 
 
 @dataclass
@@ -130,34 +141,22 @@ class Tracked:
     is_cached: bool = True
     """If not, it is neither looked up nor stored any more."""
     preemptions: int = 0
-    local_tokens: int = 0
-    """Tokens in the engine's own cache, when vLLM last asked for matched tokens."""
+    phase: RequestPhase = RequestPhase.LOOKING
+    waits_since: float = 0.0
+    """Since when it is AWAITED and vLLM has a seat for it, by time.monotonic(); 0.0: not yet."""
+    promise: Promise = NO_PROMISE
+    load: RequestLoad | None = None
+    """The load of its phase."""
     saved_chunks: int = 0
     """Chunks from the start that are in the depot or being stored."""
     tails: list[PromptEnd] = field(default_factory=list)
     """The tails that were looked up."""
-    tail: PromptEnd | None = None
-    """The one that the lookup has found."""
     read_tokens: int | None = None
     """Tokens that it did not compute itself since its blocks were allocated; None until its first step."""
     check: Terms | None = None
     """The terms on which what it computes is compared with what its lookup has found; None: it is not."""
-    writers: tuple[str, ...] = ()
-    """The writers whose chunks it may load; none: any."""
-    is_unproven: bool = False
-    """Whether what it may load is to be proved by the step that begins to compute."""
-    proof: UnprovenLoad | None = None
-    """The load that is to be proved."""
     draw: float = field(default_factory=random)
     """Decides whether its hit is sampled, however often vLLM asks."""
-    may_load: bool = True
-    was_asked: bool = False
-    """Whether vLLM has asked for the answer to its lookup."""
-    waits_since: float = 0.0
-    """Since when vLLM has a seat for it and its lookup has had no answer, by time.monotonic(); 0.0: not yet; infinity:
-    the lookup was hurried."""
-    load: RequestLoad | None = None
-    """The load that has not ended."""
     has_pins: bool = False
     """A lookup may have pinned chunks for it."""
     saved_tokens: int = 0
@@ -167,17 +166,19 @@ class Tracked:
     """The latest answer about its tokens, until vLLM schedules it."""
     asked: wire.Asked = wire.NOTHING_ASKED
     """Tokens that it asked for each time it was scheduled, not reported yet."""
-    held: wire.Places | None = None
-    """Where the chunks are that it is to load within the step that is being scheduled."""
-    copied_in: int = 0
-    """The last step within which it loads."""
     copied: tuple[int, int] = (0, 0)
-    """Shards that it has loaded so, not reported yet, and their bytes."""
+    """Shards that it has loaded within steps, not reported yet, and their bytes."""
     stores_open: bool = False
     """Whether a worker stores its blocks, or may yet."""
-
     has_stored_output: bool = False
     """Whether chunks with decoded tokens were given to workers to store."""
+
+    def enter(self, phase: RequestPhase) -> None:
+        """Change the phase. Raises KeyError for a change that the table lacks."""
+        if phase is not self.phase:
+            if phase not in NEXT[self.phase]:
+                raise KeyError(f"request {self.request.request_id[:64]!r}: {self.phase} is followed by {phase}")
+            self.phase = phase
 
     @property
     def salt(self) -> bytes:

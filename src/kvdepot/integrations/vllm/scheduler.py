@@ -8,7 +8,6 @@ promised only tokens that the depot has answered to have.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -24,19 +23,22 @@ from kvdepot.integrations.vllm.events import Descriptions
 from kvdepot.integrations.vllm.in_step import StepLoad, StepLoads
 from kvdepot.integrations.vllm.leases import RequestLeases
 from kvdepot.integrations.vllm.lora import Roots
-from kvdepot.integrations.vllm.messages import Check, Orders, WorkerReport
+from kvdepot.integrations.vllm.messages import Orders, WorkerReport
+from kvdepot.integrations.vllm.phases import ASKING, IN_STEP, NEXT, RequestPhase
 from kvdepot.integrations.vllm.plan import GroupPlan, Piece, StateBlock
+from kvdepot.integrations.vllm.proofs import Proofs
 from kvdepot.integrations.vllm.requests import (
     ChunkRules,
+    Promise,
     PromptEnd,
     Report,
     RequestChunks,
     RequestLoad,
     Tracked,
-    UnprovenLoad,
     names_are_contents,
 )
 from kvdepot.integrations.vllm.settings import ConnectorSettings
+from kvdepot.integrations.vllm.stalls import PATIENCE_S, Passes
 from kvdepot.integrations.vllm.stats import KVDepotStats, PrefillSpeed
 from kvdepot.integrations.vllm.stores import Holds, WaitingStore, WaitingStores
 from kvdepot.integrations.vllm.tails import Tails
@@ -55,14 +57,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = init_logger(__name__)
-
-_HELD_S = 0.5
-"""A request that has a seat waits for its lookup this long, or for the deadline of the server's tiers if that is later;
-then the lookup is hurried."""
-_ANSWER_S, _FIRST_ANSWER_S = 0.0005, 0.002
-"""A step waits this long for pending lookups, and for those that it asks for the first time, all requests together: the
-server may take its time (docs/decisions.md, "Lookups wait for stores in progress"), and the requests that run must
-not."""
 
 
 class ConnectedParts(NamedTuple):
@@ -83,6 +77,7 @@ class SchedulerHalf:
     _rules: ChunkRules
     _leases: RequestLeases
     _tails: Tails
+    _proofs: Proofs
 
     def __init__(self, vllm_config: VllmConfig, model: str, settings: ConnectorSettings, writer: str) -> None:
         """model: the engine's namespace. writer: the name under which it stores."""
@@ -102,14 +97,11 @@ class SchedulerHalf:
         self._tracked: dict[str, Tracked] = {}
         self._uncached: set[str] = set()  # requests that are not tracked; why was logged
         self._trust = Trust(vllm_config, writer if settings.trust == "earned" else "", self._weights)
-        self._proofs: dict[str, UnprovenLoad] = {}  # loads that the last step built is to prove, by request
         self._is_faulty = False  # whether a worker can neither store nor load
         self._logged: set[str] = set()  # names of error types
         self._next = Orders()  # of the next step, so far
         self._step = self._ended_step = 0
-        self._waited_s = 0.0  # for lookups, since the last step was built
-        self._held, self._has_hurried = 0, False  # requests held back since then, and whether one was hurried
-        self._seats = 1  # requests that vLLM may add to those of the last step
+        self._passes = Passes(vllm_config.scheduler_config)
         self._in_step = StepLoads(self._ranks)
         self._ending_later: list[tuple[int, str, Report]] = []  # sessions to end once the output of a step is back
         self._holds = Holds(self._ranks)
@@ -134,10 +126,13 @@ class SchedulerHalf:
         self._leases = RequestLeases(self._depot, self.stats)
         self._tails = Tails(self._chunk_tokens)
         self._trust.connect(self._chunk_tokens, self._plan)
+        self._passes.plan = self._plan
+        self._proofs = Proofs(self._trust, self._holds, self._plan, self._chunk_tokens)
         self._is_connected = True
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._holds.bind(pool)
+        self._passes.pool = pool
 
     def has_pending_block_frees(self) -> bool:
         return self._holds.will_end_soon()
@@ -197,14 +192,17 @@ class SchedulerHalf:
         self._waiting.drop(request_id)
         tracked = self._tracked.get(request_id)
         if tracked is not None:
-            tracked.is_cached = tracked.may_load = False
+            tracked.is_cached = False
             self._depot.forget_lookup(request_id)
+            if RequestPhase.GIVEN_UP in NEXT[tracked.phase]:  # a load under way goes on
+                tracked.enter(RequestPhase.GIVEN_UP)
 
     def _submit_lookup(self, tracked: Tracked) -> None:
         request = tracked.request
         chain = tracked.prompt.hash()
         self._depot.forget_lookup(request.request_id)
-        self._depot.speed, tracked.waits_since, tracked.was_asked = self._prefill.speed, 0.0, False
+        self._depot.speed, tracked.waits_since = self._prefill.speed, 0.0
+        tracked.enter(RequestPhase.LOOKING)
         self._depot.writers = bool(self._trust.name)
         self._depot.layout = self._in_step.arena.layout
         if self._may_load and not request.skip_reading_prefix_cache:
@@ -231,52 +229,72 @@ class SchedulerHalf:
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self.on_new_request(request)  # in case vLLM has not announced it
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or not self._may_load or request.skip_reading_prefix_cache:
+        told: tuple[int | None, bool] = None, False
+        if not self._passes.must_wait(request.request_id):
+            told = self._match(tracked, num_computed_tokens) if tracked is not None else (0, False)
+        is_copying = tracked is not None and tracked.phase in IN_STEP
+        limit_s = max(self._times(request.num_tokens - num_computed_tokens))
+        if told[0] is None and not is_copying and self._passes.stands_still(limit_s):
+            told = 0, False
+            self.stats.add("stalls_broken")
+            if tracked is not None and RequestPhase.GIVEN_UP in NEXT[tracked.phase]:
+                tracked.enter(RequestPhase.GIVEN_UP)
+        self._passes.told(request, told[0])
+        return told
+
+    def _match(self, tracked: Tracked, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Find how much of a request the depot has beyond the engine's own tokens; None: not known yet."""
+        request = tracked.request
+        if not self._may_load or request.skip_reading_prefix_cache:
             return 0, False
-        tracked.proof = None  # the blocks of its last load are not its own any more
-        if tracked.copied_in > self._ended_step:
+        if tracked.phase in IN_STEP:
             return None, False  # preempted, and its last load may not have been copied: its session goes on
+        if tracked.phase is RequestPhase.LOADED:  # but nothing came: the blocks of its load are not its own any more
+            tracked.enter(RequestPhase.COMPUTING)
+            tracked.load = None
         if request.num_preemptions > tracked.preemptions and tracked.is_cached:
             tracked.preemptions = request.num_preemptions
-            tracked.may_load = True
-            try:
-                self._submit_lookup(tracked)
-            except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
-                self._stop_caching(request.request_id, exc)
+            if tracked.phase is RequestPhase.COMPUTING:
+                try:
+                    self._submit_lookup(tracked)
+                except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
+                    self._stop_caching(request.request_id, exc)
         most = min(len(tracked.prompt.chain), self._most_chunks(tracked))
         wanted = request.num_tokens if tracked.hints.most_loaded is None else most * self._chunk_tokens
         missing, own = max(0, wanted - num_computed_tokens), min(num_computed_tokens, most * self._chunk_tokens)
-        tracked.offered = wire.Asked(missing, 0, own) if tracked.may_load else None
+        tracked.offered = wire.Asked(missing, 0, own) if tracked.phase in ASKING else None
         reach = max(most * self._chunk_tokens, *(tail.tokens for tail in tracked.tails), 0)
-        if not tracked.may_load or reach <= num_computed_tokens:
+        if tracked.phase not in ASKING or reach <= num_computed_tokens:
             return 0, False  # the depot cannot add anything: no need to wait for its answer
         begun = time.monotonic()
-        limit_s, tracked.was_asked = _ANSWER_S if tracked.was_asked else _FIRST_ANSWER_S, True
-        outcome = self._depot.wait_lookup(request.request_id, max(0.0, limit_s - self._waited_s))
-        self._waited_s += time.monotonic() - begun
+        limit_s = self._passes.time_for_answer(tracked.phase is RequestPhase.LOOKING)
+        outcome = self._depot.wait_lookup(request.request_id, limit_s)
+        self._passes.waited(time.monotonic() - begun)
         if isinstance(outcome, Pending):
-            self._limit_wait(tracked, missing, begun)
+            if tracked.phase is not RequestPhase.HURRIED:
+                tracked.enter(RequestPhase.AWAITED)
+            if self._passes.is_overdue(tracked, *self._times(missing)):  # once: a server that hangs gets no more time
+                tracked.enter(RequestPhase.HURRIED)
+                self._depot.hurry_lookup(request.request_id)
             return None, False
+        tracked.enter(RequestPhase.FOUND)
         found = cached = 0
-        tracked.tail, tracked.is_unproven = None, False
+        promise = Promise(num_computed_tokens)
         if isinstance(outcome, Cached):
-            if outcome.tail is not None:
-                tracked.tail = tracked.tails[outcome.tail]
-            found = outcome.tokens if tracked.tail is None else tracked.tail.tokens
+            tail = None if outcome.tail is None else tracked.tails[outcome.tail]
+            found = outcome.tokens if tail is None else tail.tokens
             client = self._depot.client
             has_waited = bool(tracked.waits_since and client.lookup_s)  # for tiers: it does not pay a prefill on top
             sampled = 0.0 if has_waited else client.verify_hits
-            cached, tracked.check, tracked.is_unproven = self._trust.divide(
-                tracked, outcome, num_computed_tokens, sampled
-            )
+            cached, tracked.check, is_unproven = self._trust.divide(tracked, outcome, num_computed_tokens, sampled)
             runs = outcome.writers
             last = min((run.end for run in runs if run.end * self._chunk_tokens >= cached), default=0)
-            tracked.writers = tuple({run.writer for run in runs if run.end <= last})
-            tracked.tail = tracked.tail if cached == found else None
+            writers = tuple({run.writer for run in runs if run.end <= last})
+            promise = Promise(num_computed_tokens, tail if cached == found else None, writers, is_unproven)
+        tracked.promise = promise
         tracked.saved_chunks = cached // self._chunk_tokens
         if self._events is not None:
             self._events.found(request, tracked.prompt.chain, found // self._chunk_tokens)
-        tracked.local_tokens = num_computed_tokens
         news = [max(0, min(tokens, request.num_tokens) - num_computed_tokens) for tokens in (found, cached)]
         new_tokens = news[1]
         tracked.offered = wire.Asked(missing, news[0], own, news[0] - new_tokens)
@@ -284,80 +302,58 @@ class SchedulerHalf:
             "request %s: %d tokens in the depot, of which %d are loaded, %d in vLLM's own cache, of %d",
             request.request_id, found, cached, num_computed_tokens, request.num_tokens,
         )  # fmt: skip
-        tracked.held = None
         if not new_tokens:
             return 0, False
         first, end = num_computed_tokens // self._chunk_tokens, cached // self._chunk_tokens
-        if not (isinstance(outcome, Cached) and self._depot.client.is_welcomed):
-            return new_tokens, True
-        if not self._in_step.promise(outcome, first, end):
-            return new_tokens, True
-        tracked.held = outcome.held
+        assert isinstance(outcome, Cached)
+        if not (self._depot.client.is_welcomed and self._in_step.promise(outcome, first, end)):
+            return (new_tokens, True) if self._passes.may_load(request, cached) else (None, False)
+        tracked.promise = promise._replace(held=outcome.held)
         return min(new_tokens, request.num_tokens - 1 - num_computed_tokens), False  # vLLM computes a token at least
 
-    def _limit_wait(self, tracked: Tracked, missing: int, now: float) -> None:
-        """Wait for tiers, stores and room no longer than computing the missing tokens takes, or than tiers may take.
-
-        vLLM asks for all requests that wait, but the time of those counts for which it has a seat. In each step only
-        the first of them is hurried: others would still have their short answers when their turn comes.
-        """
-        self._held += 1
-        if self._held > self._seats:
-            return
-        limit_s = max(_HELD_S, self._depot.client.lookup_s)
-        if self._prefill.speed:
-            limit_s = min(limit_s, missing / self._prefill.speed)
-        if not tracked.waits_since:
-            tracked.waits_since = now
-        elif now - tracked.waits_since > limit_s and not self._has_hurried:
-            # Once: a server that hangs gets no more time by it.
-            tracked.waits_since, self._has_hurried = math.inf, True
-            self._depot.hurry_lookup(tracked.request.request_id)
+    def _times(self, missing: int) -> tuple[float, float]:
+        """The seconds that the server may take for a lookup, and those in which the engine computes the missing tokens;
+        0.0: unknown."""
+        tiers_s = self._depot.client.lookup_s if self._is_connected else 0.0
+        return max(PATIENCE_S, tiers_s), missing / self._prefill.speed if self._prefill.speed else 0.0
 
     # -- what is loaded
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Note which chunks go into which of the blocks that were just allocated."""
+        self._passes.given(request.request_id)
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
         tracked.read_tokens = None
         tracked.count_asked()
         if num_external_tokens == 0:
-            if tracked.proof is not None:
-                self._hide(tracked, blocks)
+            self._proofs.hide(tracked, blocks.get_block_ids())
             return
-        tokens, tail = tracked.local_tokens + num_external_tokens, tracked.tail
+        promise = tracked.promise
+        tokens, tail = promise.local_tokens + num_external_tokens, promise.tail
         is_tail = tail is not None and tail.tokens == tokens
         end, key = tokens // self._chunk_tokens + is_tail, tail.key if tail is not None and is_tail else b""
-        if tracked.held is not None:  # without the last token of the prompt
+        if promise.held is not None:  # without the last token of the prompt
             end = -(-tokens // self._chunk_tokens)
-        pieces = self._plan.to_load(blocks.get_block_ids(), tracked.local_tokens, end)
-        targets = [block for piece in pieces for block in piece.blocks[piece.skip :]]
-        tracked.may_load = False  # whatever its outcome, the request is not loaded twice
+        tables = blocks.get_block_ids()
+        pieces = self._plan.to_load(tables, promise.local_tokens, end)
+        targets = frozenset(block for piece in pieces for block in piece.blocks[piece.skip :])
         self._waiting.overwritten(targets)
-        if tracked.is_unproven:
-            tracked.proof = UnprovenLoad(frozenset(targets), tokens, num_external_tokens)
-        if tracked.held is not None:
-            self._load_in_step(tracked, pieces, num_external_tokens)
-            if tracked.proof is not None:
-                self._hide(tracked, blocks)
+        tracked.load = RequestLoad(targets, num_external_tokens, tokens, promise.is_unproven)
+        if promise.held is not None:
+            tracked.enter(RequestPhase.COPYING)
+            self._load_in_step(tracked, pieces, promise.held)
+            self._proofs.hide(tracked, tables)
             return
-        transfers = [tracked.transfer(piece, key) for piece in pieces]
-        tracked.load = RequestLoad(transfers, frozenset(targets), num_external_tokens, tokens)
-        self._next.loads[request.request_id] = transfers
-        self._next.writers[request.request_id] = tracked.writers
+        tracked.enter(RequestPhase.LOADING)  # whatever its outcome, the request is not loaded twice
+        self._passes.holds(tracked, self._plan.count_blocks(tables))
+        self._next.loads[request.request_id] = [tracked.transfer(piece, key) for piece in pieces]
+        self._next.writers[request.request_id] = promise.writers
 
-    def _hide(self, tracked: Tracked, blocks: KVCacheBlocks) -> None:
-        """Let no other request read what a request has loaded, or computes on top of that, before it is proved: vLLM
-        has just put all these blocks into its own prefix cache."""
-        block_ids, read = self._plan.split(blocks.get_block_ids(), tracked.local_tokens)
-        self._holds.hide(block_ids[read:])
-
-    def _load_in_step(self, tracked: Tracked, pieces: Sequence[Piece], tokens: int) -> None:
+    def _load_in_step(self, tracked: Tracked, pieces: Sequence[Piece], held: wire.Places) -> None:
         """Workers copy these chunks before the step that is being scheduled computes; that cannot fail."""
-        held, tracked.held = tracked.held, None
-        assert held is not None
+        assert tracked.load is not None
         for piece in pieces:
             span = slice(piece.first - held.first, piece.end - held.first)
             ranks = [[place.extents for place in places[span]] for places in held.ranks]
@@ -367,8 +363,7 @@ class SchedulerHalf:
             self._next.step_loads.append(load)
             shards = self._ranks * (piece.end - piece.first)
             tracked.copied = tracked.copied[0] + shards, tracked.copied[1] + shards * held.size
-        tracked.copied_in = self._step + 1
-        self._count_saved(tracked, tokens)
+        self._count_saved(tracked, tracked.load.tokens)
 
     def _count_saved(self, tracked: Tracked, tokens: int) -> None:
         """A request does not compute these tokens."""
@@ -381,7 +376,7 @@ class SchedulerHalf:
         Its pins stay until the rest of the prompt is stored (`_end_pins`): if these chunks were evicted before, chunks
         stored after them could never be found.
         """
-        tracked.load = None
+        tracked.enter(RequestPhase.LOADED)
         if not load.has_failed:
             self._count_saved(tracked, load.tokens)
             return
@@ -408,16 +403,13 @@ class SchedulerHalf:
         self._compare_incarnations()
         self._leases.check_answers()
         self._step += 1
-        self._waited_s, self._held, self._has_hurried = 0.0, 0, False
-        seats = self._vllm_config.scheduler_config.max_num_seqs
-        self._seats = max(1, seats - len(scheduler_output.num_scheduled_tokens))
+        self._passes.ended(scheduler_output.num_scheduled_tokens)
         preempted = set(scheduler_output.preempted_req_ids or ())
         for request_id in preempted:
             self._waiting.drop(request_id)
             if request_id in self._tracked:
                 self._tracked[request_id].stores_open = False
                 self._tracked[request_id].saved_chunks = 0  # its last stores may have been voided
-        self._proofs = {}
         orders, self._next = self._next, Orders()
         orders.model = self._model
         self._in_step.built(self._step, orders.step_loads)
@@ -436,41 +428,29 @@ class SchedulerHalf:
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            if tracked.proof is not None:
-                assert state is not None
-                self._prove(orders, state, tracked, new_tokens)
+            if tracked.phase is not RequestPhase.COMPUTING:
+                self._passes.left(request_id)
+                if self._proofs.begin(self._step, tracked):
+                    assert state is not None
+                    self._proofs.prove(orders, state, tracked, new_tokens)
             if self._keeps(tracked) or tracked.check is not None:
                 assert state is not None
                 try:
                     self._prepare_store(state, tracked, new_tokens)
                 except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
                     self._stop_caching(request_id, exc)
-            if tracked.has_pins and request_id not in going and tracked.copied_in <= self._ended_step:
+            if tracked.has_pins and request_id not in going and tracked.phase not in IN_STEP:
                 self._end_pins(tracked)
         return orders
 
-    def _prove(self, orders: Orders, state: KVConnectorBlockState, tracked: Tracked, new_tokens: int) -> None:
-        """Have this step prove what a request has loaded, by the chunks behind it that it completes, or else drop it:
-        vLLM then takes what the step has computed back."""
-        request, proof, terms, size = tracked.request, tracked.proof, tracked.check, self._chunk_tokens
-        assert proof is not None and terms is not None
-        self._proofs[request.request_id], tracked.proof = proof, None
-        check = orders.proofs[self._trust.open(terms)] = Check([], terms.compare, proof.blocks)
-        end = min(request.num_computed_tokens + new_tokens, request.num_tokens) // size
-        chunks = range(proof.end // size, min(end, len(tracked.prompt.chain)))
-        # A part of the load may have failed: vLLM keeps what is before.
-        if chunks and tracked.is_cached and request.num_computed_tokens == proof.end:
-            pieces = self._plan.to_store(state.resolve_block_ids(request.request_id), chunks, request.num_prompt_tokens)
-            check.transfers.extend(tracked.transfer(piece) for piece in pieces)
-
     def _drop_unproven(self, failed: set[int]) -> set[int]:
         """Requests whose load the last step did not prove compute its tokens. Returns the other failed blocks."""
-        for request_id, proof in self._proofs.items() if failed else ():
-            tracked = self._tracked.get(request_id)
-            if tracked is not None and not failed.isdisjoint(proof.blocks):
-                failed = failed - proof.blocks
+        for tracked in self._proofs.disproved(failed) if failed else ():
+            request_id, load = tracked.request.request_id, tracked.load
+            if self._tracked.get(request_id) is tracked and load is not None:
+                failed = failed - load.blocks
                 self._waiting.drop(request_id)
-                self._count_saved(tracked, -proof.tokens)
+                self._count_saved(tracked, -load.tokens)
                 tracked.read_tokens, tracked.saved_chunks = None, 0
         return failed
 
@@ -531,7 +511,7 @@ class SchedulerHalf:
             return
         blocks = block_ids[:read], block_ids[read:]
         kept, compared = self._keeps(tracked), list[Transfer]()
-        if tracked.check is not None and request.request_id not in self._proofs:  # what it reads proves nothing
+        if tracked.check is not None and tracked.phase is not RequestPhase.PROVING:  # what it reads proves nothing
             first = max(-(-tracked.read_tokens // size), tracked.check.first // size, chunks.start)
             own = self._plan.to_store(tables, range(first, chunks.stop), request.num_prompt_tokens, states, junction)
             compared = [tracked.transfer(piece) for piece in own] if first < chunks.stop else []
@@ -578,6 +558,7 @@ class SchedulerHalf:
         wrong."""
         waiting, self._ended_step = self._waiting, max(step, self._ended_step)
         self._in_step.ended(step)
+        self._proofs.ended(self._ended_step)
         ready, self._ending_later = self._ending_later, []
         for copied_in, request_id, report in ready:
             self._end_session(request_id, copied_in, report)
@@ -602,7 +583,7 @@ class SchedulerHalf:
         """The loads of these requests that have not ended."""
         for request_id in request_ids:
             tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.load is not None:
+            if tracked is not None and tracked.phase is RequestPhase.LOADING and tracked.load is not None:
                 yield tracked, tracked.load
 
     # -- the end
@@ -611,15 +592,16 @@ class SchedulerHalf:
         """tables: its blocks by KV cache group, without those that only tokens of later steps would need."""
         request_id = request.request_id
         self._uncached.discard(request_id)
+        self._passes.left(request_id)
         tracked = self._tracked.pop(request_id, None)
         if tracked is None:
             return False
-        if tracked.proof is not None:
-            self._holds.hide(tracked.proof.blocks)
+        self._proofs.drop(tracked)
         self._depot.forget_lookup(request_id)
         self._leases.request_ending(tracked)
         self._depot.answers = self._answers.status
-        self._end_session(request_id, tracked.copied_in, tracked.take_report())
+        copied_in = tracked.load.step if tracked.load is not None else 0
+        self._end_session(request_id, copied_in, tracked.take_report())
         self._leases.request_ended(tracked)
         tail = self._end_in_tail(tracked, tables)
         if self._answers.learns:
@@ -646,7 +628,7 @@ class SchedulerHalf:
         """
         request, tokens = tracked.request, tracked.request.num_computed_tokens
         is_over = request.num_prompt_tokens <= tokens <= request.num_tokens  # and no placeholder was computed
-        is_over &= tracked.load is None and request.streaming_queue is None
+        is_over &= tracked.phase is not RequestPhase.LOADING and request.streaming_queue is None
         if not (self._plan.has_tails and self._keeps(tracked) and tracked.is_cached and is_over):
             return None
         with suppress(Exception):  # tokens and items come from a caller: they cost the tail, never the engine
@@ -660,7 +642,7 @@ class SchedulerHalf:
             if self._waiting.has_suspects and not self._waiting.check(block_ids, read):
                 pieces = []
             if pieces:
-                before = tracked.tail.key if tracked.tail is not None else b""
+                before = tracked.promise.tail.key if tracked.promise.tail is not None else b""
                 stores = [tracked.transfer(piece, tail.key, before) for piece in pieces]
                 blocks = block_ids[:read], block_ids[read:]
                 self._waiting.add(WaitingStore(self._step, stores, *blocks, request.lora_request))

@@ -35,6 +35,7 @@ _COUNTED: Mapping[str, str] = {
     "store_failed_shards": "Shards of stores that were dropped, at least in part.",
     "decoded_chunks": "With save_decode auto: chunks that requests have decoded, at least in part, stored or not.",
     "continued_chunks": "With save_decode auto: decoded chunks of answers with which a later prompt continued.",
+    "stalls_broken": "Requests computed because the engine stood still and waited for the depot's answer.",
     "uncached_requests": "Requests not cached because of an error; the log has the reason.",
     "refused_hints": "Requests with malformed hints; the log has the reason.",
     "lease_errors": "Leases of requests, and ends of leases, that failed or were refused.",

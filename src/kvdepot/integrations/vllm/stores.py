@@ -156,7 +156,7 @@ class WaitingStores:
         self._suspect.difference_update(block_ids[read:])
         return self._suspect.isdisjoint(block_ids[:read]) or self._spread(block_ids[:read], block_ids[read:])
 
-    def overwritten(self, block_ids: list[int]) -> None:
+    def overwritten(self, block_ids: Iterable[int]) -> None:
         """A request got these blocks for a load of ours, so they are not suspect any more: if that load fails, they are
         computed again."""
         self._suspect.difference_update(block_ids)
