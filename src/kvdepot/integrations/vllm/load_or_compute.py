@@ -38,19 +38,19 @@ _MOST_TRIED = 0.05
 """The share of the engine's time that such trials may cost."""
 
 
-class Load(NamedTuple):
-    """A load: the prompt's first `tokens`, of which the engine's own cache may have some. in_step: whether it happens
+class HitPart(NamedTuple):
+    """The prompt's first `tokens`, of which the engine's own cache may have some. in_step: whether the others are loaded
     within the step that computes the rest (in_step.py)."""
 
     tokens: int
     in_step: bool
 
 
-class Offer(NamedTuple):
-    """What may be loaded, in tokens behind those that the engine's own cache has.
+class Loadable(NamedTuple):
+    """A hit behind the tokens that the engine's own cache has.
 
-    tokens: all of it. first, step: a load may end `first` tokens behind the own ones, and then after each `step`; with
-    a step of 0, all is loaded or nothing. rest: tokens behind the offer, which are computed in any case.
+    tokens: how many may be loaded. first, step: a load may end after `first` of them, and then after each `step`; with
+    a step of 0, all are loaded or none. rest: tokens of the prompt behind the hit, which are computed in any case.
     """
 
     tokens: int
@@ -60,8 +60,8 @@ class Offer(NamedTuple):
 
 
 class Times(NamedTuple):
-    """What the two machines take, in seconds. lane_s, compute_s: until the slowest lane, and the model, have done what
-    is queued. load_s: loading the whole offer. token_s: computing one token."""
+    """The times of the two machines, in seconds. lane_s, compute_s: until the slowest lane, and the model, have done
+    what is queued. load_s: loading the whole hit. token_s: computing one token."""
 
     lane_s: float
     load_s: float
@@ -69,25 +69,25 @@ class Times(NamedTuple):
     token_s: float
 
 
-def first_token_s(offer: Offer, times: Times, loaded: int) -> float:
-    """Seconds until the offer's request has its first token, if this many of its tokens are loaded."""
-    rest_s = (offer.tokens - loaded + offer.rest) * times.token_s
+def first_token_s(hit: Loadable, times: Times, loaded: int) -> float:
+    """Seconds until a request has its first token, if this many tokens of its hit are loaded."""
+    rest_s = (hit.tokens - loaded + hit.rest) * times.token_s
     if not loaded:
         return times.compute_s + rest_s
-    return max(times.lane_s + times.load_s * loaded / offer.tokens, times.compute_s) + rest_s
+    return max(times.lane_s + times.load_s * loaded / hit.tokens, times.compute_s) + rest_s
 
 
-def soonest(offer: Offer, times: Times) -> int:
-    """How many tokens of an offer to load: all, unless another part brings the first token clearly sooner."""
-    ends = {0, offer.tokens}
-    if offer.step and times.load_s > 0:
+def soonest(hit: Loadable, times: Times) -> int:
+    """The tokens of a hit to load: all, unless another part brings the first token clearly sooner."""
+    ends = {0, hit.tokens}
+    if hit.step and times.load_s > 0:
         # Up to where both queues end together, each token that is loaded saves its computation, and costs nothing.
-        together = (times.compute_s - times.lane_s) / times.load_s * offer.tokens
-        before = offer.first + int((together - offer.first) // offer.step) * offer.step
-        ends.update(end for end in (before, before + offer.step) if 0 < end < offer.tokens)
-    took_s, fewest = min((first_token_s(offer, times, end), -end) for end in ends)
-    gain_s = first_token_s(offer, times, offer.tokens) - took_s
-    return -fewest if gain_s > max(LEAST_S, MARGIN * took_s) else offer.tokens
+        together = (times.compute_s - times.lane_s) / times.load_s * hit.tokens
+        before = hit.first + int((together - hit.first) // hit.step) * hit.step
+        ends.update(end for end in (before, before + hit.step) if 0 < end < hit.tokens)
+    took_s, fewest = min((first_token_s(hit, times, end), -end) for end in ends)
+    gain_s = first_token_s(hit, times, hit.tokens) - took_s
+    return -fewest if gain_s > max(LEAST_S, MARGIN * took_s) else hit.tokens
 
 
 class LoadOrCompute:
@@ -111,7 +111,7 @@ class LoadOrCompute:
         """Learn how prompts are cut, before the first hit."""
         self._plan, self._chunk_tokens = plan, chunk_tokens
 
-    def choose(self, request: Request, own: int, most: Load) -> Load:
+    def choose(self, request: Request, own: int, most: HitPart) -> HitPart:
         """The part of a load to do. own: tokens that the engine's own cache has. most: what trust allows; its `in_step`
         says whether it can happen within a step."""
         size, speed, now = self._chunk_tokens, self._prefill.speed, time.monotonic()
@@ -124,15 +124,15 @@ class LoadOrCompute:
         if most.in_step:
             lane_s = compute_s  # the engine copies it when its turn to compute has come
         step = 0 if self._plan.is_bounded else size
-        offer = Offer(most.tokens - own, size - own % size, step, max(1, request.num_tokens - most.tokens))
+        hit = Loadable(most.tokens - own, size - own % size, step, max(1, request.num_tokens - most.tokens))
         times = Times(lane_s, load_s, compute_s, 1 / speed)
-        loaded = soonest(offer, times)
+        loaded = soonest(hit, times)
         if loaded or now < self._retry_at:
-            return Load(own + loaded, most.in_step)
-        loaded = min(offer.first, offer.tokens) if step else offer.tokens
-        lost_s = first_token_s(offer, times, loaded) - first_token_s(offer, times, 0)
+            return HitPart(own + loaded, most.in_step)
+        loaded = min(hit.first, hit.tokens) if step else hit.tokens
+        lost_s = first_token_s(hit, times, loaded) - first_token_s(hit, times, 0)
         self._retry_at = now + max(_RETRY_S, lost_s / _MOST_TRIED)
-        return Load(own + loaded, False)  # by the lane, which measures it
+        return HitPart(own + loaded, False)  # by the lane, which measures it
 
     def _left_tokens(self) -> int:
         """Tokens that the model has to compute of what is scheduled: in steps under way, and of prompts behind them."""

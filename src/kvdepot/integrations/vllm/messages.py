@@ -45,8 +45,8 @@ class Compared(NamedTuple):
 
 
 class LaneTimes(NamedTuple):
-    """What a rank's lane takes, in seconds. queued_s: for the loads that it was ordered and has not ended. block_s: for
-    one block of each KV cache group."""
+    """The times of a rank's lane, in seconds. queued_s: for the loads that it was ordered and has not ended. block_s: for
+    loading one block of each KV cache group."""
 
     queued_s: float
     block_s: tuple[float, ...]
@@ -110,7 +110,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     mapped: dict[int, MappedArena] = field(default_factory=dict)
     """The arenas that ranks have mapped since the last report."""
     lanes: dict[int, LaneTimes] = field(default_factory=dict)
-    """What the lanes of ranks have left, this step's orders included; without those that have measured nothing."""
+    """The times of the lanes of ranks, this step's orders included."""
     fault: str = ""
     """Why a worker can neither store nor load, so that this engine does not; empty: each can."""
 

@@ -23,7 +23,7 @@ from kvdepot.integrations.vllm.answers import Answers
 from kvdepot.integrations.vllm.events import Descriptions
 from kvdepot.integrations.vllm.in_step import StepLoad, StepLoads
 from kvdepot.integrations.vllm.leases import RequestLeases
-from kvdepot.integrations.vllm.load_or_compute import Load, LoadOrCompute
+from kvdepot.integrations.vllm.load_or_compute import HitPart, LoadOrCompute
 from kvdepot.integrations.vllm.lora import Roots
 from kvdepot.integrations.vllm.messages import Check, Orders, WorkerReport
 from kvdepot.integrations.vllm.plan import GroupPlan, Piece, StateBlock
@@ -281,7 +281,7 @@ class SchedulerHalf:
         tracked.local_tokens = num_computed_tokens
         first, end = num_computed_tokens // self._chunk_tokens, cached // self._chunk_tokens
         is_close = isinstance(outcome, Cached) and self._in_step.has_room(outcome, first, end)
-        load = Load(cached, is_close and self._depot.client.is_welcomed)
+        load = HitPart(cached, is_close and self._depot.client.is_welcomed)
         if not tracked.is_unproven:  # else trust needs just that
             load = self._choice.choose(request, num_computed_tokens, load)
         tracked.tail = tracked.tail if load.tokens == found else None
