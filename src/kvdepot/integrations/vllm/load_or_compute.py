@@ -39,8 +39,8 @@ _MOST_TRIED = 0.05
 
 
 class HitPart(NamedTuple):
-    """The prompt's first `tokens`, of which the engine's own cache may have some. in_step: whether the others are loaded
-    within the step that computes the rest (in_step.py)."""
+    """The prompt's first `tokens`, of which the engine's own cache may have some. in_step: whether the others are
+    loaded within the step that computes the rest (in_step.py)."""
 
     tokens: int
     in_step: bool

@@ -45,8 +45,8 @@ class Compared(NamedTuple):
 
 
 class LaneTimes(NamedTuple):
-    """The times of a rank's lane, in seconds. queued_s: for the loads that it was ordered and has not ended. block_s: for
-    loading one block of each KV cache group."""
+    """The times of a rank's lane, in seconds. queued_s: for the loads that it was ordered and has not ended. block_s:
+    for loading one block of each KV cache group."""
 
     queued_s: float
     block_s: tuple[float, ...]
