@@ -85,6 +85,9 @@ class Scale:
     hung_lookups: int = 6000
     tier_chunks: int = 100_000
     tier_prompts: int = 100
+    storm: int = 30
+    """Requests that come at once."""
+    storm_rounds: int = 3
     chats: int = 10
     turns: int = 4
     evicting_chunks: int = 20_000
@@ -138,6 +141,8 @@ TINY = Scale(
     hung_lookups=60,
     tier_chunks=256,
     tier_prompts=4,
+    storm=3,
+    storm_rounds=1,
     chats=3,
     turns=2,
     evicting_chunks=64,

@@ -121,18 +121,18 @@ class LoadOrCompute:
         compute_s = self._left_tokens() / speed
         lanes = [(self._queued_s(lane, now), lane.load_s(blocks)) for lane in self._lanes.values()]
         lane_s, load_s = max(lanes, key=sum)
-        if most.in_step:
-            lane_s = compute_s  # the engine copies it when its turn to compute has come
         step = 0 if self._plan.is_bounded else size
         hit = Loadable(most.tokens - own, size - own % size, step, max(1, request.num_tokens - most.tokens))
         times = Times(lane_s, load_s, compute_s, 1 / speed)
+        if most.in_step and soonest(hit, times._replace(lane_s=compute_s)) == hit.tokens:
+            return most  # the engine itself copies, once the request's turn to compute has come
         loaded = soonest(hit, times)
         if loaded or now < self._retry_at:
-            return HitPart(own + loaded, most.in_step)
+            return HitPart(own + loaded, False)
         loaded = min(hit.first, hit.tokens) if step else hit.tokens
         lost_s = first_token_s(hit, times, loaded) - first_token_s(hit, times, 0)
         self._retry_at = now + max(_RETRY_S, lost_s / _MOST_TRIED)
-        return HitPart(own + loaded, False)  # by the lane, which measures it
+        return HitPart(own + loaded, False)
 
     def _left_tokens(self) -> int:
         """Tokens that the model has to compute of what is scheduled: in steps under way, and of prompts behind them."""
