@@ -30,34 +30,32 @@ _MODEL: dict[str, Any] = {**CONFIG, "num_hidden_layers": 2}
 _TOKENS, _BLOCK_TOKENS, _BLOCKS = 1041, 32, 1100
 """Tokens of a prompt; the engine's own cache has room for all requests of a storm at once."""
 _ANSWER_TOKENS = 2
+_FRESH = 6
+"""Prompts that nobody has, by which an engine measures its prefill."""
 _SLOWER = 3.0
 """How many times as long the lane takes for a token as the model."""
 
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
     """The time to first token (p99) and the makespan of a storm of hits, beside the better of the two alternatives."""
-    rng = np.random.default_rng(51)
-    storm = [
-        [{"name": "hit", "chat": "", "turn": 0, "answer": _ANSWER_TOKENS,
-          "tokens": rng.integers(3, VOCABULARY, _TOKENS).tolist()}]
-        for _ in range(scale.storm)
-    ]  # fmt: skip
+    storm = _storm(0, scale.storm)
     rounds: dict[str, list[dict[str, Any]]] = {"computed": [], "loaded": [], "chosen": []}
     engines: dict[str, _Engine] = {}
-    server, context = Serve(arena_gib=0.5, chunk_size=64), zmq.Context[Any]()
+    server, context = Serve(arena_gib=1.0, chunk_size=64), zmq.Context[Any]()
     try:
         server.wait_populated(context)
         with tempfile.TemporaryDirectory(prefix="kvdepot-bench-") as name:
             folder = write_model(Path(name), _MODEL)
             say("storms: an engine that computes")
             engines["computed"] = _Engine(folder, None, 0.0, "computed")
-            engines["computed"].serve(storm)
+            engines["computed"].serve(_storm(1, _FRESH))
             seconds = engines["computed"].serve(storm)["seconds"]
             bytes_s = scale.storm * _TOKENS * kv_bytes(_MODEL) / seconds / _SLOWER
-            for choice in ("loaded", "chosen"):
+            for number, choice in enumerate(("loaded", "chosen"), 2):
                 say(f"storms: {choice}, at {bytes_s / 1e6:.0f} MB/s")
                 engines[choice] = _Engine(folder, transfer_config(server.url), bytes_s, choice)
-                engines[choice].serve(storm)  # the first of them stores all prompts, the other trusts it as itself
+                engines[choice].serve(_storm(number, _FRESH))
+                engines[choice].serve(storm)  # the first of them stores all prompts, the other compares a part
             for _ in range(scale.storm_rounds):
                 for choice, engine in engines.items():
                     rounds[choice].append(engine.serve(storm))
@@ -75,6 +73,12 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
         best = min((values["loaded"], values["computed"]), key=np.median)
         figures.append(at_most(f"{scale.storm} hits at once, slow lane: {what}", "s", values["chosen"], best, 1.05))
     return figures
+
+
+def _storm(seed: int, requests: int) -> list[list[dict[str, Any]]]:
+    """A workload: each client has one request, whose prompt nothing else begins with."""
+    tokens = np.random.default_rng([51, seed]).integers(3, VOCABULARY, (requests, _TOKENS)).tolist()
+    return [[{"name": "hit", "chat": "", "turn": 0, "tokens": prompt, "answer": _ANSWER_TOKENS}] for prompt in tokens]
 
 
 class _Engine(EngineProcess):
