@@ -87,7 +87,7 @@ class Scale:
     tier_prompts: int = 100
     storm: int = 30
     """Requests that come at once."""
-    storm_rounds: int = 3
+    storm_rounds: int = 2
     chats: int = 10
     turns: int = 4
     evicting_chunks: int = 20_000

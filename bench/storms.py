@@ -27,7 +27,7 @@ from report import Figure, at_most
 __all__ = ["run"]
 
 _MODEL: dict[str, Any] = {**CONFIG, "num_hidden_layers": 2}
-_TOKENS, _BLOCK_TOKENS, _BLOCKS = 1041, 32, 1100
+_TOKENS, _BLOCK_TOKENS, _BLOCKS = 529, 32, 640
 """Tokens of a prompt; the engine's own cache has room for all requests of a storm at once."""
 _ANSWER_TOKENS = 2
 _FRESH = 6
