@@ -222,7 +222,7 @@ def _key(request_id: str) -> str:
     return "-".join(request_id.split("-")[:2])
 
 
-def _main(folder: str, transfer: dict[str, Any] | None, blocks: int, block_tokens: int) -> None:
+def main(folder: str, transfer: dict[str, Any] | None, blocks: int, block_tokens: int) -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever vLLM prints
     served = _Served(folder, transfer, blocks, block_tokens)
@@ -235,4 +235,4 @@ def _main(folder: str, transfer: dict[str, Any] | None, blocks: int, block_token
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

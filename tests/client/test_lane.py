@@ -19,6 +19,7 @@ import torch
 from kvdepot.client import lane as lanes
 from kvdepot.client.calls import answer
 from kvdepot.client.connection import GRACE_S
+from kvdepot.client.copy_speed import LoadSpeed
 from kvdepot.client.lane import Lane, LaneFuture
 from kvdepot.client.operations import BlockIds
 from kvdepot.client.socket import Client
@@ -248,6 +249,44 @@ def test_loads_go_before_stores_at_every_slice(rank: Rank) -> None:
     assert [each.result(HANG_S) for each in loaded] == [[True] * 2] * 2
     assert stored.result(HANG_S) is True
     assert [is_store for is_store, _ in rank.blocks.moves] == [True, *[False] * 4, *[True] * 3]
+
+
+def test_a_lane_says_what_its_loads_have_left_and_how_fast_they_were(rank: Rank, monkeypatch: Any) -> None:
+    known, now, begun = chunks(3), 0.0, HostBlocks.move
+
+    def move(blocks: HostBlocks, arena: ArenaBytes, pieces: Sequence[CopyPiece], is_store: bool) -> None:
+        nonlocal now
+        begun(blocks, arena, pieces, is_store)
+        now += 2.0 if is_store else 0.5
+
+    monkeypatch.setattr(HostBlocks, "move", move)
+    rank.lane._clock = lambda: now
+    assert rank.store(known).result(HANG_S) is True
+    assert rank.lane.queued_bytes() == 0 and rank.lane.load_speed.bytes_s == 0.0
+    rank.blocks.shut()
+    loaded = [rank.load(known), rank.load(known[:32], 120), rank.load(known, 130, event=Later())]
+    stored = rank.store(chunks(2), 20)
+    rank.blocks.wait_at_gate()
+    assert rank.lane.queued_bytes() == 7 * SLICE
+    rank.blocks.gate.set()
+    assert [each.result(HANG_S) for each in loaded[:2]] == [[True] * 3, [True]] and stored.result(HANG_S) is True
+    assert rank.lane.queued_bytes() == 3 * SLICE, "it waits for its event"
+    rank.lane.give_up(loaded[2:], 0.0)
+    assert rank.lane.queued_bytes() == 0 and rank.lane.load_speed.bytes_s == SLICE / 0.5
+
+
+def test_a_speed_is_that_of_most_bytes_whatever_single_copies_took() -> None:
+    speed = LoadSpeed()
+    speed.add(8 << 20, 0.001)
+    for _ in range(4):
+        speed.add(16 << 20, 0.016)
+    speed.add(16 << 20, 9.0)  # the machine did something else
+    for _ in range(20):
+        speed.add(4096, 0.001)
+    assert speed.bytes_s == pytest.approx((1 << 20) / 0.001)
+    for _ in range(32):
+        speed.add(4096, 0.001)
+    assert speed.bytes_s == pytest.approx(4096 / 0.001)
 
 
 def test_more_operations_than_a_server_is_asked_at_once_all_end(rank: Rank) -> None:

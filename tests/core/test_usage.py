@@ -109,7 +109,8 @@ def test_a_model_shows_what_an_engine_said_last_of_its_answers() -> None:
 def test_a_report_that_makes_no_sense_is_refused_and_counts_nothing() -> None:
     desk = Desk()
     desk.hello()
-    for asked in (wire.Asked(-1), wire.Asked(1, 2), wire.Asked(1, 1, -1), wire.Asked(1, 1, 1, 2), wire.Asked(1 << 40)):
+    bad = (-1,), (1, 2), (1, 1, -1), (1, 1, 1, 2), (2, 2, 0, 2, 1), (1, 1, 0, 0, -1), (1 << 40,)
+    for asked in (wire.Asked(*numbers) for numbers in bad):
         answer = desk.ask(b"one", wire.EndSession("r", 1, 0.0, "m", asked))
         assert "is out of range" in str(answer)
     answer = desk.ask(b"one", wire.EndSession("r", 1, 0.0, "m" * 5000))

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 from kvdepot.client.connection import CHECK_S
 from kvdepot.client.copies import BUSY_S, COMPLETE_TRIES, Arenas, give_back, read_placement
+from kvdepot.client.copy_speed import LoadSpeed
 from kvdepot.client.device_events import EVENT_S, happened
 from kvdepot.client.operations import AT_SERVER, NEEDS_SERVER, BlockIds, Copying, CopyPhase, LaneOperation
 from kvdepot.client.socket import Client, MessagingFuture
@@ -87,6 +88,7 @@ class Lane:
         """client: used by the lane while it is open; close the lane first. called: the thread's name; empty: there is
         no thread, and the caller calls `turn`."""
         self.arenas = Arenas(client.arena_dir)
+        self.load_speed = LoadSpeed()
         self._client = client
         self._called = called
         self._clock = clock
@@ -248,6 +250,11 @@ class Lane:
             log.error("a copy of KV has not ended for %g s: does the device hang?", _CLOSE_S)
             return False
         return True
+
+    def queued_bytes(self) -> int:
+        """Bytes that loads have yet to copy. Stores do not count, as loads go before them."""
+        with self._changed:
+            return sum(each.left_bytes for each in self._live.values() if each.is_load and not each.is_void)
 
     # -- changes of an operation; the lock is held
 
@@ -483,8 +490,11 @@ class Lane:
     def _copy_slice(self, operation: LaneOperation) -> None:
         """Copy as much of an operation as one slice has, and complete it after the last."""
         error: KVDepotError | None = None
+        begun, before = self._clock(), operation.copied
         try:
             self._copy(operation)
+            if operation.is_load:
+                self.load_speed.add((operation.copied - before) * operation.chunk_bytes, self._clock() - begun)
         except KVDepotError as exc:
             error = exc
         except BaseException as exc:  # whatever it is, the operation must end

@@ -89,6 +89,12 @@ class LaneOperation:
     def chunk_bytes(self) -> int:
         return self.request.shards[0].blocks * self.blocks.layout.block_bytes
 
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that are not copied yet, as far as the server has not said that it lacks their chunks."""
+        chunks = len(self.pieces) or sum(len(part.hashes) // HASH_BYTES for part in self.request.shards)
+        return (chunks - self.copied) * self.chunk_bytes
+
     def check(self) -> None:
         """Raise BadRequest unless its blocks are those of its chunks, and registered; each is named once, but in parts
         of a store that different requests ask for."""

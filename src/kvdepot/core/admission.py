@@ -81,7 +81,8 @@ def check_report(request: wire.EndSession) -> None:
     if not (0 <= request.copied <= _MOST_SAVED and 0 <= request.copied_bytes <= _MOST_COPIED):
         raise BadRequest(f"{request.copied} shards of {request.copied_bytes} bytes are out of range")
     asked = request.asked
-    if not (0 <= asked.compared <= asked.found <= asked.tokens <= _MOST_SAVED and 0 <= asked.own <= _MOST_SAVED):
+    is_whole = min(asked.compared, asked.computed) >= 0 and asked.compared + asked.computed <= asked.found
+    if not (is_whole and asked.found <= asked.tokens <= _MOST_SAVED and 0 <= asked.own <= _MOST_SAVED):
         raise BadRequest(f"{asked} is out of range")
     said = request.answers
     if said is not None and not (len(said.mode) <= _MOST_MODE and 0.0 <= (said.share or 0.0) <= 1.0):

@@ -114,7 +114,8 @@ class Trails:
         asked, trail = request.asked, self._trails.get((client.tenant, request.request))
         if trail is not None:
             found = {"needed": asked.tokens, "in its own cache": asked.own, "found here": asked.found}
-            _add(trail.engine, {**found, "loaded": request.saved_tokens, "compared": asked.compared})
+            computed = {"computed as that was sooner": asked.computed, "compared": asked.compared}
+            _add(trail.engine, {**found, "loaded": request.saved_tokens, **computed})
             _add(trail.shards, {"loaded": request.copied})
 
     def failed(self, client: Client, request: wire.Request, error: KVDepotError) -> None:

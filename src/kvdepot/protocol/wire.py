@@ -280,13 +280,15 @@ class Asked(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Prompt tokens that an engine needed when it scheduled requests, for lookups with `reports`.
 
     tokens: tokens that its own cache lacked. found: tokens of these that the depot had. own: tokens that its own cache
-    had, within the chunks that were looked up. compared: tokens of `found` that it computed, to compare them.
+    had, within the chunks that were looked up. compared, computed: tokens of `found` that it computed: to compare them,
+    and because that was sooner than loading them.
     """
 
     tokens: int = 0
     found: int = 0
     own: int = 0
     compared: int = 0
+    computed: int = 0
 
 
 NOTHING_ASKED = Asked()

@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvdepot.devices.blocks import BlockMemory
     from kvdepot.protocol.layout import Layout
 
 log = init_logger(__name__)
@@ -250,15 +249,16 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         layouts: list[Layout] = []
         try:
             layouts = self._process.describe_kv(kv_caches)
-            self._worker.use_blocks(self._open(layouts))
+            self._open(layouts)
         except (DeviceError, LayoutError) as exc:
             self._run_uncached(exc)
         if layouts:
             worker = self._worker
             self._link.begin(partial(self._process.connect_worker, layouts, worker.blocks, worker.fault))
 
-    def _open(self, layouts: Sequence[Layout]) -> list[BlockMemory]:
-        """The paged KV by KV cache group, once random bytes have gone both ways. Raises DeviceError, LayoutError."""
+    def _open(self, layouts: Sequence[Layout]) -> None:
+        """Give the worker the paged KV by KV cache group, once random bytes have gone both ways. Raises DeviceError,
+        LayoutError."""
         blocks = [open_blocks(layout, self._kv_caches.values()) for layout in layouts]
         try:
             speed = test_blocks(blocks)
@@ -270,7 +270,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             "kvdepot: this worker's copies were tested: it stores %.1f GB/s and loads %.1f GB/s",
             speed.store_bytes_s / 1e9, speed.load_bytes_s / 1e9,
         )  # fmt: skip
-        return blocks
+        self._worker.use_blocks(blocks, speed)
 
     def _run_uncached(self, why: KVDepotError) -> None:
         """Go on without a cache, as this engine would without kvdepot. Raises `why` if it must have one."""
@@ -305,7 +305,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_asleep = False
         try:
             if self._worker.is_connected:
-                self._worker.use_blocks(self._open(self._process.describe_kv(self._kv_caches)))
+                self._open(self._process.describe_kv(self._kv_caches))
                 self._worker.register()
             else:
                 self._settings = replace(self._settings, required=False)  # or its link would not go on trying

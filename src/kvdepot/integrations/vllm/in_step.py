@@ -89,16 +89,21 @@ class StepLoads:
         """Ranks have mapped an arena."""
         self._mapped |= ranks
 
+    def has_room(self, found: Cached, first: int, end: int) -> bool:
+        """Whether chunks `[first, end)` of what was found can be loaded within the step that is being scheduled, as far
+        as that can be said without a look at them."""
+        held, run = found.held, self.arena.run
+        if held is None or not run or run != found.incarnation or first < held.first:
+            return False
+        return (end - first) * held.size <= self._left
+
     def promise(self, found: Cached, first: int, end: int) -> bool:
         """Whether chunks `[first, end)` of what was found are loaded within the step that is being scheduled.
 
         Ask it while a server is there.
         """
         held, arena = found.held, self.arena
-        if held is None or not arena.run or arena.run != found.incarnation or first < held.first:
-            return False
-        size = (end - first) * held.size
-        if size > self._left:
+        if held is None or not self.has_room(found, first, end):
             return False
         try:
             if self._view is None or self._view.key != arena[:2]:
@@ -112,7 +117,7 @@ class StepLoads:
                 return False  # the server finds that, too, and marks the chunk
         if self._view.withdrawals() != held.withdrawals:
             return False
-        self._left -= size
+        self._left -= (end - first) * held.size
         return True
 
     def built(self, step: int, loads: Sequence[StepLoad]) -> None:

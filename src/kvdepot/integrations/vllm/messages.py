@@ -6,6 +6,7 @@ aggregates those of all workers into one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -41,6 +42,18 @@ class Compared(NamedTuple):
     def proves(self, limit: float) -> bool:
         """Whether the rank has compared something, or knows no way to, and nothing differs by more than the limit."""
         return bool(self.chunks or self.unknown) and self.worst <= limit
+
+
+class LaneTimes(NamedTuple):
+    """The times of a rank's lane, in seconds. queued_s: for the loads that it was ordered and has not ended. block_s:
+    for loading one block of each KV cache group."""
+
+    queued_s: float
+    block_s: tuple[float, ...]
+
+    def load_s(self, blocks: Sequence[int]) -> float:
+        """The time of loading this many blocks of each group."""
+        return sum(number * took_s for number, took_s in zip(blocks, self.block_s, strict=True))
 
 
 @dataclass(frozen=True)
@@ -96,6 +109,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     step: int = 0
     mapped: dict[int, MappedArena] = field(default_factory=dict)
     """The arenas that ranks have mapped since the last report."""
+    lanes: dict[int, LaneTimes] = field(default_factory=dict)
+    """The times of the lanes of ranks, this step's orders included."""
     fault: str = ""
     """Why a worker can neither store nor load, so that this engine does not; empty: each can."""
 
@@ -108,5 +123,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.compared.setdefault(number, []).extend(found)
         self.step = max(self.step, other.step)
         self.mapped |= other.mapped
+        self.lanes |= other.lanes
         self.fault = self.fault or other.fault
         return self

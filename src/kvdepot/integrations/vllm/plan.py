@@ -131,6 +131,10 @@ class GroupPlan:
 
     # -- loads
 
+    def load_blocks(self, first: int, end: int) -> list[int]:
+        """The number of blocks of each group to load to resume at chunk `end`, with the chunks before `first` there."""
+        return [group.stored * min(end - first, group.reach or end) for group in self._groups]
+
     def to_load(self, tables: Sequence[Sequence[int]], local_tokens: int, end: int) -> list[Piece]:
         """The pieces to load to resume at chunk `end`, where the engine has the first `local_tokens` itself."""
         pieces = []

@@ -22,6 +22,7 @@ from kvdepot.integrations.vllm.answers import Answers
 from kvdepot.integrations.vllm.events import Descriptions
 from kvdepot.integrations.vllm.in_step import StepLoad, StepLoads
 from kvdepot.integrations.vllm.leases import RequestLeases
+from kvdepot.integrations.vllm.load_or_compute import HitPart, LoadOrCompute
 from kvdepot.integrations.vllm.lora import Roots
 from kvdepot.integrations.vllm.messages import Orders, WorkerReport
 from kvdepot.integrations.vllm.phases import ASKING, IN_STEP, NEXT, RequestPhase
@@ -109,6 +110,7 @@ class SchedulerHalf:
         self._forget_again: tuple[int, wire.Forget] | None = None  # once this step's output is back
         self._incarnation = b""  # of the server that `saved_chunks` refers to
         self._prefill = PrefillSpeed()
+        self._choice = LoadOrCompute(self._prefill)
         self._ending: set[str] = set()  # finished requests with a store that waits for its step's output
         self._closing: set[str] = set()  # finished requests that workers have yet to report
 
@@ -127,6 +129,7 @@ class SchedulerHalf:
         self._tails = Tails(self._chunk_tokens)
         self._trust.connect(self._chunk_tokens, self._plan)
         self._passes.plan = self._plan
+        self._choice.connect(self._plan, self._chunk_tokens)
         self._proofs = Proofs(self._trust, self._holds, self._plan, self._chunk_tokens)
         self._is_connected = True
 
@@ -290,24 +293,29 @@ class SchedulerHalf:
             runs = outcome.writers
             last = min((run.end for run in runs if run.end * self._chunk_tokens >= cached), default=0)
             writers = tuple({run.writer for run in runs if run.end <= last})
-            promise = Promise(num_computed_tokens, tail if cached == found else None, writers, is_unproven)
-        tracked.promise = promise
+            promise = Promise(num_computed_tokens, tail, writers, is_unproven)
         tracked.saved_chunks = cached // self._chunk_tokens
         if self._events is not None:
             self._events.found(request, tracked.prompt.chain, found // self._chunk_tokens)
-        news = [max(0, min(tokens, request.num_tokens) - num_computed_tokens) for tokens in (found, cached)]
-        new_tokens = news[1]
-        tracked.offered = wire.Asked(missing, news[0], own, news[0] - new_tokens)
+        first, end = num_computed_tokens // self._chunk_tokens, cached // self._chunk_tokens
+        is_close = isinstance(outcome, Cached) and self._in_step.has_room(outcome, first, end)
+        load = HitPart(cached, is_close and self._depot.client.is_welcomed)
+        if not promise.is_unproven:  # else trust needs just that
+            load = self._choice.choose(request, num_computed_tokens, load)
+        promise = tracked.promise = promise._replace(tail=promise.tail if load.tokens == found else None)
+        ends = found, cached, load.tokens
+        in_depot, trusted, new_tokens = (max(0, min(end, request.num_tokens) - num_computed_tokens) for end in ends)
+        tracked.offered = wire.Asked(missing, in_depot, own, in_depot - trusted, trusted - new_tokens)
         log.debug(
-            "request %s: %d tokens in the depot, of which %d are loaded, %d in vLLM's own cache, of %d",
-            request.request_id, found, cached, num_computed_tokens, request.num_tokens,
+            "request %s: %d tokens in the depot, of which %d may be loaded and %d are, %d in vLLM's own cache, of %d",
+            request.request_id, found, cached, load.tokens, num_computed_tokens, request.num_tokens,
         )  # fmt: skip
         if not new_tokens:
             return 0, False
-        first, end = num_computed_tokens // self._chunk_tokens, cached // self._chunk_tokens
+        end = load.tokens // self._chunk_tokens
         assert isinstance(outcome, Cached)
-        if not (self._depot.client.is_welcomed and self._in_step.promise(outcome, first, end)):
-            return (new_tokens, True) if self._passes.may_load(request, cached) else (None, False)
+        if not (load.in_step and self._in_step.promise(outcome, first, end)):
+            return (new_tokens, True) if self._passes.may_load(request, load.tokens) else (None, False)
         tracked.promise = promise._replace(held=outcome.held)
         return min(new_tokens, request.num_tokens - 1 - num_computed_tokens), False  # vLLM computes a token at least
 
@@ -322,10 +330,14 @@ class SchedulerHalf:
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Note which chunks go into which of the blocks that were just allocated."""
         self._passes.given(request.request_id)
+        if self._is_connected:
+            self._choice.scheduled(request)
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
         tracked.read_tokens = None
+        if tracked.offered is not None and tracked.offered.computed:
+            self.stats.add("computed_tokens", tracked.offered.computed)
         tracked.count_asked()
         if num_external_tokens == 0:
             self._proofs.hide(tracked, blocks.get_block_ids())
@@ -348,6 +360,7 @@ class SchedulerHalf:
             return
         tracked.enter(RequestPhase.LOADING)  # whatever its outcome, the request is not loaded twice
         self._passes.holds(tracked, self._plan.count_blocks(tables))
+        self._choice.ordered(self._step + 1, pieces)
         self._next.loads[request.request_id] = [tracked.transfer(piece, key) for piece in pieces]
         self._next.writers[request.request_id] = promise.writers
 
@@ -413,6 +426,7 @@ class SchedulerHalf:
         orders, self._next = self._next, Orders()
         orders.model = self._model
         self._in_step.built(self._step, orders.step_loads)
+        self._choice.built()
         ready = self._waiting.take(self._step)
         orders.checks = self._trust.order(ready)
         orders.stores = [store for each in ready if each.is_kept for store in each.stores]
@@ -534,6 +548,7 @@ class SchedulerHalf:
         meta = connector_output.kv_connector_worker_meta
         report = meta if isinstance(meta, WorkerReport) else WorkerReport()
         self._prefill.output(report.step, time.monotonic())
+        self._choice.reported(report)
         sent = connector_output.finished_sending or ()
         self._closing.difference_update(sent)
         self._leases.stores_ended(sent)

@@ -38,6 +38,7 @@ _COUNTED: Mapping[str, str] = {
     "stalls_broken": "Requests computed because the engine stood still and waited for the depot's answer.",
     "uncached_requests": "Requests not cached because of an error; the log has the reason.",
     "refused_hints": "Requests with malformed hints; the log has the reason.",
+    "computed_tokens": "Tokens found in the depot that were computed, as that was sooner than loading them.",
     "lease_errors": "Leases of requests, and ends of leases, that failed or were refused.",
 }
 _TIMED: Mapping[str, str] = {
@@ -162,6 +163,11 @@ class PrefillSpeed:
     def speed(self) -> float:
         """The median in tokens per second; 0.0 while it is unknown."""
         return median_high(self._samples) if self._samples else 0.0
+
+    @property
+    def under_way(self) -> int:
+        """Tokens of the prefill steps whose output has not come."""
+        return sum(each.tokens for each in self._built)
 
     def built(self, step: int, tokens: Collection[int], now: float) -> None:
         """A step is built, and measured if it is prefill. step: its number, higher than those before. tokens: of each

@@ -15,7 +15,7 @@ from kvdepot.client.worker import Submitted, WorkerClient
 from kvdepot.devices import record_event
 from kvdepot.errors import KVDepotError
 from kvdepot.integrations.vllm.in_step import MappedArena, StepCopies
-from kvdepot.integrations.vllm.messages import Compared, Orders, WorkerReport
+from kvdepot.integrations.vllm.messages import Compared, LaneTimes, Orders, WorkerReport
 from kvdepot.integrations.vllm.stats import KVDepotStats
 from kvdepot.protocol import wire
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from kvdepot.devices.blocks import BlockMemory, DeviceEvent
+    from kvdepot.devices.self_test import CopySpeed
 
 log = init_logger(__name__)
 
@@ -36,6 +37,8 @@ _SLEEP_S = 5.0
 """An engine that goes to sleep waits this long for its copies to end before they are voided."""
 _COMPARISON_S = 1.0
 """A step waits this long for the comparison of what it has computed on top of a load that nothing has proved yet."""
+_TESTED_BYTES = 8 << 20
+"""As many bytes the speed that the self-test has measured counts, beside those of loads."""
 _IDLE_S = 0.002
 """A worker with nothing to compute waits this long for a load, rather than spin on a core that copies need."""
 
@@ -76,9 +79,12 @@ class WorkerHalf:
         self._depot = made
         self._depot.watch = self.stats.count
         self.is_connected = not self.fault
+        if self.is_connected:  # until it has loaded more than that
+            made.lane.load_speed.add(_TESTED_BYTES, _TESTED_BYTES / self._tested.load_bytes_s)
 
-    def use_blocks(self, blocks: Sequence[BlockMemory]) -> None:
-        """This is the paged KV, by KV cache group."""
+    def use_blocks(self, blocks: Sequence[BlockMemory], tested: CopySpeed) -> None:
+        """This is the paged KV, by KV cache group, and what the self-test has measured of its copies."""
+        self._tested = tested
         self.blocks = blocks
         self._device = blocks[0].device if blocks else None
 
@@ -222,6 +228,11 @@ class WorkerHalf:
             self._reported = report.mapped[self._rank] = mapped
         if orders.holds and not self.is_connected:
             report.ended[orders.step] = {self._rank}
+        if self.is_connected:
+            lane = self._depot.lane
+            speed = lane.load_speed.bytes_s
+            block_s = tuple(each.layout.block_bytes / speed for each in self.blocks)
+            report.lanes[self._rank] = LaneTimes(lane.queued_bytes() / speed, block_s)
         for step in [step for step, stores in self._storing.items() if all(each.done() for each in stores)]:
             del self._storing[step]
             report.ended[step] = {self._rank}
