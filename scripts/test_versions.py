@@ -35,7 +35,12 @@ ENGINES = [
 ]
 """What depends on vLLM's code: loads, stores, windows, states, failed loads, MultiConnector, a server that starts
 after its engine, metrics, refusals. Not drafters: EAGLE fails in 0.30's own backend for processors."""
-BY_HAND = ["tests/vllm/test_runner_v2.py", "tests/vllm/test_in_step.py", "tests/vllm/test_tails.py"]
+BY_HAND = [
+    "tests/vllm/test_runner_v2.py",
+    "tests/vllm/test_in_step.py",
+    "tests/vllm/test_tails.py",
+    "tests/vllm/test_response.py",
+]
 """Its scheduler, and its runners' code that calls the connector: they need none of vLLM's compiled code."""
 NO_KERNELS = [
     "tests/vllm/test_versions.py", "tests/vllm/test_identity.py", "tests/vllm/test_groups.py",

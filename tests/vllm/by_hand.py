@@ -206,9 +206,10 @@ class Engine:
 
     def __init__(
         self, url: str, model: Path, steps: int = 1, blocks: int = 64, window: int = 0, states: Sequence[int] = (),
-        plans_ahead: bool = True, writer: str = "", **extra: Any,
+        plans_ahead: bool = True, writer: str = "", beside: Sequence[dict[str, Any]] = (), **extra: Any,
     ) -> None:  # fmt: skip
-        """writer: the name under which it stores; empty: that of all engines in this process. steps: how many are under
+        """beside: settings of connectors behind ours, below MultiConnector; none: ours alone. writer: the name under
+        which it stores; empty: that of all engines in this process. steps: how many are under
         way at a time, 2 with asynchronous scheduling. window: of sliding windows; 0: full attention. states: tokens of
         a block, and of vLLM's hashes, of a model with states beside full attention, as Qwen3-Next; empty: without.
         extra: our settings.
@@ -226,12 +227,18 @@ class Engine:
         )
         from vllm.v1.structured_output import StructuredOutputManager
 
-        told = KVTransferConfig(
-            kv_connector="KVDepotConnector", kv_role="kv_both", engine_id="one of these",
-            kv_connector_extra_config={
+        ours: dict[str, Any] = {
+            "kv_connector": "KVDepotConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {
                 "kvdepot.url": url, "kvdepot.required": True, "kvdepot.trust": "given", **extra,
             },
-        )  # fmt: skip
+        }  # fmt: skip
+        if beside:
+            ours = {
+                "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"connectors": [ours, *beside]},
+            }  # fmt: skip
+        told = KVTransferConfig(engine_id="one of these", **ours)
         block, unit = states or (BLOCK, BLOCK)
         self.config = config = EngineArgs(
             model=str(model), skip_tokenizer_init=True, kv_transfer_config=told, block_size=block, max_num_seqs=8,
@@ -262,6 +269,7 @@ class Engine:
             self.worker = Worker(config, caches, window, block)
         self._steps = steps
         self._under_way: deque[tuple[Any, Any]] = deque()
+        self.told: dict[str, Any] = {}  # the `kv_transfer_params` of the outputs of requests that have finished
 
     def add(self, name: str, prompt: Sequence[int], says: int = 8, stops: Sequence[int] = (), hints: Any = None) -> Any:
         """Add a request that says this many tokens, or up to one of `stops`. Returns vLLM's object."""
@@ -287,7 +295,8 @@ class Engine:
                 return
         if self._under_way:
             planned, output = self._under_way.popleft()
-            self.scheduler.update_from_output(planned, output)
+            for said in self.scheduler.update_from_output(planned, output).values():
+                self.told |= {each.request_id: each.kv_transfer_params for each in said.outputs if each.finished}
 
     def work(self) -> None:
         """Step until there is nothing left to do."""
