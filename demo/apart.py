@@ -14,8 +14,8 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvdepot.cli.certificate import Case
 from kvdepot.cli.certify import TestedEngine
+from kvdepot.cli.completions import Case
 
 TOKENS = 2048 + 17
 PROMPTS = 2

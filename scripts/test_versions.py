@@ -37,7 +37,7 @@ ENGINES = [
 after its engine, metrics, refusals. Not drafters: EAGLE fails in 0.30's own backend for processors."""
 BY_HAND = [
     "tests/vllm/test_runner_v2.py", "tests/vllm/test_in_step.py", "tests/vllm/test_tails.py",
-    "tests/vllm/test_stalls.py",
+    "tests/vllm/test_stalls.py", "tests/vllm/test_response.py",
 ]  # fmt: skip
 """Its scheduler, and its runners' code that calls the connector: they need none of vLLM's compiled code."""
 NO_KERNELS = [

@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvdepot.library import Depot, Namespace, Shape, State, connect
+    from kvdepot.library import Depot, Namespace, Reuse, Shape, State, connect
 
-__all__ = ["Depot", "Namespace", "Shape", "State", "__version__", "connect"]
+__all__ = ["Depot", "Namespace", "Reuse", "Shape", "State", "__version__", "connect"]
 
 __version__ = "0.1.0"
 

@@ -52,9 +52,11 @@ def test_greedy_answers_are_equal_and_end_in_the_depot(library: kvdepot.Depot, k
     model = make(kind)
     cache, ids = PrefixCache(library, model, CHUNK), prompt(TOKENS)
     expected = greedy(model, ids)
-    for _ in range(2):  # computed, then loaded
+    for loaded in (0, WHOLE):
         assert torch.equal(cached(cache, ids), expected)
-    assert cache.load(ids)[1] == WHOLE
+        last = cache.last
+        assert (last.found, last.loaded, last.compared, last.saved_s > 0) == (loaded, loaded, 0, loaded > 0)
+    assert cache.load(ids)[1] == cache.last.loaded == WHOLE
     answer_is_stored = kind != "states"
     assert cache.load(expected)[1] == (112 if answer_is_stored else WHOLE)
 
@@ -131,6 +133,7 @@ def test_a_padded_batch_is_loaded_up_to_the_shortest_row(library: kvdepot.Depot,
     cached(cache, ids, attention_mask=mask)
     past, n = cache.load(ids, mask)
     assert n == past.get_seq_length() == min(13 + 80, 96, 60 + 32)
+    assert (cache.last.found, cache.last.loaded) == (80 + 96 + 32, (n - 13) + n + (n - 60))
     assert torch.equal(greedy(model, ids, attention_mask=mask, past_key_values=past), expected)
 
 
@@ -155,7 +158,7 @@ def test_rows_that_resume_at_different_columns_are_a_miss(library: kvdepot.Depot
     expected = greedy(model, ids, attention_mask=mask)
     cached(cache, ids, attention_mask=mask)
     past, n = cache.load(ids, mask)
-    assert n == past.get_seq_length() == 0
+    assert n == past.get_seq_length() == cache.last.loaded == 0
     assert torch.equal(greedy(model, ids, attention_mask=mask, past_key_values=past), expected)
 
 

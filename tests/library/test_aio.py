@@ -47,7 +47,7 @@ def test_every_call_does_what_it_does_without_asyncio(server: Depot) -> None:
             found, n = await ns.get(tokens)
             assert n == 3 * TOKENS and np.array_equal(found.view("u2"), kv)
             target = random_kv(SMALL, 4 * TOKENS, 1)
-            assert await ns.get_into(tokens, target) == n
+            assert await ns.get_into(tokens, target) == n == ns.last.loaded
             assert np.array_equal(cut(target, SMALL, 0, n), kv)
             assert (await depot.status()).pid == server.process.pid
             assert await ns.release(tokens)

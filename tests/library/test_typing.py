@@ -20,7 +20,7 @@ def use(depot: kvdepot.Depot, shape: Shape, kv: np.ndarray, ids: np.ndarray) -> 
     several = depot.namespace(model="m", revision="1", dtype=np.dtype("f2"), shape=[shape, State(8)])
     assert one.put(ids, [(kv, kv)]) + several.put([1], [kv, kv]) + one.get_into(ids, [kv, kv]) == 0
     found, _ = several.get(ids)
-    assert found is not None
+    assert found is not None and several.last.saved_s + several.last.found == 0
     found[0].astype(np.float32), found.index
     return [one, several]
 

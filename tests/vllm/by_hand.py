@@ -271,6 +271,7 @@ class Engine:
             self.worker = Worker(config, caches, window, block)
         self._steps = steps
         self._under_way: deque[tuple[Any, Any]] = deque()
+        self.told: dict[str, Any] = {}  # the `kv_transfer_params` of the outputs of requests that have finished
 
     def add(
         self, name: str, prompt: Sequence[int], says: int = 8, stops: Sequence[int] = (), hints: Any = None,
@@ -299,7 +300,8 @@ class Engine:
                 return
         if self._under_way:
             planned, output = self._under_way.popleft()
-            self.scheduler.update_from_output(planned, output)
+            for said in self.scheduler.update_from_output(planned, output).values():
+                self.told |= {each.request_id: each.kv_transfer_params for each in said.outputs if each.finished}
 
     def work(self) -> None:
         """Step until there is nothing left to do."""

@@ -230,6 +230,8 @@ def result_of(output: Any) -> dict[str, Any]:
         "logprobs": [sorted((t, p.logprob) for t, p in step.items()) for step in only.logprobs],
         "cached": output.num_cached_tokens,
     }
+    if output.kv_transfer_params is not None:
+        result["told"] = output.kv_transfer_params
     if len(output.outputs) > 1:
         result["all"] = sorted(list(each.token_ids) for each in output.outputs)
     if output.prompt_logprobs is not None:

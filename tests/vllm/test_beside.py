@@ -116,6 +116,7 @@ def test_a_prompt_that_failed_to_load_between_steps_is_stored_as_it_was_computed
     from_depot = engine.run_fresh(tokens)
     assert from_depot["cached"] == 768
     assert cold["tokens"] == from_depot["tokens"]
+    assert from_depot["told"]["kvdepot"]["loaded"] == 768
     assert output(from_depot) == output(engine.run(tokens))
 
 

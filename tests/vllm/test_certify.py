@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdepot.cli.certificate import Completion, difference
+from kvdepot.cli.completions import Completion, difference
 from kvdepot.client import admin
 from kvdepot.errors import KVDepotError
 from tests.cli.command import heed_signals
@@ -93,7 +93,9 @@ def test_every_road_is_tried_and_a_tier_that_swaps_objects_fails(folder: Path, c
     (folder / "liar" / "sitecustomize.py").write_text(LIAR)
     path = os.pathsep.join([str(folder / "liar"), os.environ.get("PYTHONPATH", "")])
     page = folder / "page.html"
-    code, said, errors = ended(certify("--prompts=512,1024", "--html", str(page), "--json", PYTHONPATH=path))
+    code, said, errors = ended(
+        certify("--prompts=512,1024", "--pressure", "--html", str(page), "--json", PYTHONPATH=path)
+    )
     assert code == 1, said + errors
     found = json.loads(said)
     assert not found["passed"]
@@ -102,9 +104,14 @@ def test_every_road_is_tried_and_a_tier_that_swaps_objects_fails(folder: Path, c
     loaded = [each["loaded"] for road, each in roads.items() if road != "first hit"]
     assert loaded == [0, 0, 512, 512, 512, 512]
     assert all(each["identical"] == (each["road"] != "tier") and each["ttft_s"] > 0 for each in found["results"])
+    storms = found["pressure"]
+    assert storms["requests"] >= 30 and storms["answers"] == 2 * storms["requests"]
+    assert 4096 <= storms["cache_tokens"] < storms["requests"] * storms["prompt_tokens"]
+    assert storms["depot"]["computed"] < storms["without"]["computed"]
+    assert {fault for fault in storms["faults"] if not fault.endswith(" without")} == set()  # answers, not times
     assert found["faults"][0].startswith("tier, prompt 1: 521 tokens: token ")
     assert "instead of" in found["faults"][0]
-    assert all(word in page.read_text() for word in ("FAILED", "What is wrong", "WRONG"))
+    assert all(word in page.read_text() for word in ("FAILED", "What is wrong", "WRONG", "arrive at once"))
     assert processes(folder) == []
     assert {path.name for path in folder.iterdir()} == {"page.html", "liar"}
 

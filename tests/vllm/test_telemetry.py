@@ -55,8 +55,11 @@ def test_metrics_and_log_of_an_engine_say_what_it_did(site: Site) -> None:
     depot, engine = site.depot, site.engine
     tokens = prompt(1, 2 * 256 + 9)
     before, counted, logged = depot.status(), engine.tell("metrics"), len(depot.logged())
-    assert engine.run(tokens)["cached"] == 0
-    assert engine.run_fresh(tokens)["cached"] == 512
+    computed, loaded = engine.run(tokens), engine.run_fresh(tokens)
+    assert (computed["cached"], loaded["cached"]) == (0, 512)
+    assert computed["told"] == {"kvdepot": {"found": 0, "loaded": 0, "compared": 0, "saved_s": 0.0}}
+    said = loaded["told"]["kvdepot"]
+    assert (said["found"], said["loaded"], said["compared"]) == (512, 512, 0)
 
     # metrics: as asked, and as the server counts (the end of a session is told without an answer)
     status = eventually(lambda: (now := depot.status())["saved"]["tokens"] > before["saved"]["tokens"] and now)
@@ -90,9 +93,10 @@ def test_metrics_and_log_of_an_engine_say_what_it_did(site: Site) -> None:
     # what a load saves by the speed of a step that computed as much, which its output ended
     assert engine.run_fresh(tokens, salt="computed again")["cached"] == 0
     before = depot.status()["saved"]
-    assert engine.run_fresh(tokens)["cached"] == 512
+    said = engine.run_fresh(tokens)["told"]["kvdepot"]
+    assert said["loaded"] == 512
     saved = eventually(lambda: (now := depot.status()["saved"])["tokens"] == before["tokens"] + 512 and now)
-    assert saved["prefill_s"] > before["prefill_s"]
+    assert saved["prefill_s"] - before["prefill_s"] == pytest.approx(said["saved_s"]) and said["saved_s"] > 0
 
 
 def test_the_reused_share_is_vllms_own_external_hit_rate(site: Site) -> None:

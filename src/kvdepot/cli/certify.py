@@ -22,15 +22,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import click
 import msgspec
 
 from kvdepot import install
-from kvdepot.cli.certificate import Case, Certificate, Completion, Description, Encode, Generate, Source
+from kvdepot.cli.certificate import Certificate
+from kvdepot.cli.completions import Case, Completion, Description, Encode, Generate, Source
 from kvdepot.cli.connect import interrupted_by_signals
 from kvdepot.cli.output import Progress, clean, print_json, progress
+from kvdepot.cli.pressure import judge, run_storms, shape_storm, small_cache
 from kvdepot.client import admin
 from kvdepot.client.launch import Embedded
 from kvdepot.config import arena_folder
@@ -41,6 +43,8 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.status import Status
 from kvdepot.values import plural
 
+Start: TypeAlias = Callable[..., "TestedEngine"]
+"""Starts an engine with this name, and more arguments of vLLM's."""
 Prompts: TypeAlias = Sequence[int | str | list[int]]
 """Prompts by length, as text, or as token ids."""
 _OVER = 9
@@ -48,6 +52,8 @@ _OVER = 9
 _NEW_TOKENS = 16
 _TRIES = 5
 """An engine computes what it computes faster than the depot answers; what a tier delivers late, the next try finds."""
+_STORM = 1 << 16
+"""Seed of the first prompt of a storm; other prompts have smaller ones."""
 _START_S, _RUN_S, _SERVER_S, _END_S = 3600.0, 1800.0, 120.0, 30.0
 
 
@@ -57,9 +63,13 @@ _START_S, _RUN_S, _SERVER_S, _END_S = 3600.0, 1800.0, 120.0, 30.0
               "text or as a JSON array of token ids; or the lengths of generated prompts in tokens (default: "
               "2048,4096,8192)")  # fmt: skip
 @click.option("--tier", metavar="URL", help="use this tier instead of a temporary disk; its chunks are kept")
+@click.option("--pressure", is_flag=True, help="also have many prompts arrive at once, at an engine with a small "
+              "cache: about a minute, and one more start of the engine")  # fmt: skip
 @click.option("--html", metavar="FILE", type=click.Path(), help="also write the page there")
 @click.option("--json", "as_json", is_flag=True, help="print JSON")
-def certify(words: tuple[str, ...], prompts: str, tier: str | None, html: str | None, as_json: bool) -> int:
+def certify(
+    words: tuple[str, ...], prompts: str, tier: str | None, pressure: bool, html: str | None, as_json: bool
+) -> int:
     """Run your model on your own vLLM with the depot and without, and compare tokens, logprobs and times.
 
     All other arguments are vLLM's, as for `vllm serve`: --dtype, --tensor-parallel-size, --speculative-config,
@@ -68,7 +78,8 @@ def certify(words: tuple[str, ...], prompts: str, tier: str | None, html: str | 
     private one with the settings of the environment, such as KVDEPOT_ARENA_GIB, but for KVDEPOT_TIERS,
     KVDEPOT_LOOKUP_S and KVDEPOT_LOG_LEVEL.
 
-    Exit code 1 if an answer differs, or too little came from the depot; 2 if the engine cannot run.
+    Exit code 1 if an answer differs, too little came from the depot, or --pressure found the depot slower than
+    computing; 2 if the engine cannot run.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(f"vLLM is not installed here: in its environment, {install.again()}")
@@ -80,7 +91,7 @@ def certify(words: tuple[str, ...], prompts: str, tier: str | None, html: str | 
             "KVDEPOT_TIERS": tier or f"disk://{name}/tier?capacity_gib=1024&write=through",
             "KVDEPOT_LOOKUP_S": "8", "KVDEPOT_LOG_LEVEL": "error", "TMPDIR": name,
         }  # fmt: skip
-        found = _certify(Path(name), words, wanted, update)
+        found = _certify(Path(name), words, _Wanted(wanted, pressure), update)
     if as_json:
         print_json(found)
     else:
@@ -243,7 +254,14 @@ class TieredServer(Embedded):
         return self.status().tiers[0].counters.get(name, 0)
 
 
-def _certify(folder: Path, words: Sequence[str], prompts: Prompts, update: Progress) -> Certificate:
+class _Wanted(NamedTuple):
+    """All that is to be tried. pressure: whether storms are."""
+
+    prompts: Prompts
+    pressure: bool
+
+
+def _certify(folder: Path, words: Sequence[str], wanted: _Wanted, update: Progress) -> Certificate:
     """Run all. An interrupt ends it, and does not disturb the end."""
 
     def remove_left() -> None:  # by engines that had to be killed
@@ -254,9 +272,10 @@ def _certify(folder: Path, words: Sequence[str], prompts: Prompts, update: Progr
         stack.callback(remove_left)
         server = stack.enter_context(closing(TieredServer(f"ipc://{folder}/depot.sock", f"{os.getpid()}")))
 
-        def start(name: str) -> TestedEngine:
+        def start(name: str, *more: str) -> TestedEngine:
             update(f"engine {name}: vLLM loads the model", 0, 0)
-            engine = stack.enter_context(closing(TestedEngine(folder / f"{name}.log", server.url, words)))
+            log = folder / f"{name}.log"
+            engine = stack.enter_context(closing(TestedEngine(log, server.url, [*words, *more])))
             for probe in engine.start().probes:
                 engine.run(probe, source="nothing")  # an engine's first calls are slower, and load an adapter
             engine.is_able = True
@@ -264,15 +283,16 @@ def _certify(folder: Path, words: Sequence[str], prompts: Prompts, update: Progr
 
         try:
             server.status()
-            return _examine(server, start, prompts, update)
+            found = _examine(server, start, wanted.prompts, update)
+            if wanted.pressure:
+                _press(server, start, found, update)
+            return found
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             update("ending the engines and the server", 0, 0)
 
 
-def _examine(
-    server: TieredServer, start: Callable[[str], TestedEngine], prompts: Prompts, update: Progress
-) -> Certificate:
+def _examine(server: TieredServer, start: Start, prompts: Prompts, update: Progress) -> Certificate:
     one = start("A")
     for probe in one.probes:
         one.run(probe, source="computing")
@@ -322,7 +342,23 @@ def _examine(
     measure("tier", two, cases)
     if not server.counter("loaded_chunks"):
         found.fail("tier: the server has loaded no chunk from it")
+    two.close()
     return found
+
+
+def _press(server: TieredServer, start: Start, found: Certificate, update: Progress) -> None:
+    """Run storms on an engine with a small cache, and add their verdict."""
+    now, about, chunk = server.settle(), found.engine, found.chunk_tokens
+    held = max(now.namespaces, key=lambda each: each.bytes)
+    speed = max(each.tokens / each.ttft_s for each in found.results if each.road == "computed")
+    fits = now.capacity_bytes // 2 * held.chunks * chunk // max(1, held.bytes)
+    requests, prompt = shape_storm(speed, fits, about.longest - _NEW_TOKENS, chunk)
+    blocks = small_cache(about.longest, prompt, about.block_tokens, max(1, len(held.groups)))
+    engine = start("C", "--num-gpu-blocks-override", str(min(blocks, about.blocks)))
+    cases = [Case(f"{number}", _generate(engine, prompt, _STORM + number), 0) for number in range(requests)]
+    without, depot = run_storms(lambda source: engine.run(*cases, source=source), server.settle, cases, update)
+    cache = engine.about.blocks // max(1, len(held.groups)) * about.block_tokens
+    found.add_pressure(judge(cache, cases, without, depot, found.rounding))
 
 
 def _generate(engine: TestedEngine, length: int, seed: int) -> list[int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from kvdepot.client.reuse import Reuse
 from kvdepot.library.depot import Depot, connect
 from kvdepot.library.namespace import Namespace
 from kvdepot.library.shapes import Shape, State
 
-__all__ = ["Depot", "Namespace", "Shape", "State", "connect"]
+__all__ = ["Depot", "Namespace", "Reuse", "Shape", "State", "connect"]

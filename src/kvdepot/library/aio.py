@@ -80,6 +80,11 @@ class Namespace(Generic[S_co, D_co]):
         self.chunk_tokens = namespace.chunk_tokens
         self._namespace = namespace
 
+    @property
+    def last(self) -> library.Reuse:
+        """As `kvdepot.Namespace.last`: of any task."""
+        return self._namespace.last
+
     async def put(self, tokens: Tokens, kv: Kv | Sequence[Kv]) -> int:
         """As `kvdepot.Namespace.put`. Leave `kv` unchanged until it has ended."""
         return await _run(self._namespace.put, tokens, kv)

@@ -24,6 +24,7 @@ from blake3 import blake3
 from kvdepot.client import admin
 from kvdepot.client.calls import ANSWER_S, answer
 from kvdepot.client.link import Link, copy_all
+from kvdepot.client.reuse import NOTHING_REUSED, Reuse
 from kvdepot.client.socket import Client
 from kvdepot.client.transfer import GroupSpec, LeaseTerms, PromptChunks, ShardSpec
 from kvdepot.errors import BadRequest, KVDepotError, UnknownInstance, UnknownRequest
@@ -127,6 +128,9 @@ class Namespace(Generic[S_co, D_co]):
 
     def __init__(self, link: Link, facts: ModelFacts) -> None:
         self.chunk_tokens = facts.chunk_tokens
+        self.last = NOTHING_REUSED
+        """The result of the last `get`, `get_into` or `contains` that has ended, in any thread. The library neither
+        computes nor compares, so its `compared` and `saved_s` are 0."""
         self.facts = facts
         self._link = link
         self._spec = facts.spec()
@@ -221,7 +225,9 @@ class Namespace(Generic[S_co, D_co]):
     def contains(self, tokens: Tokens) -> int:
         """The tokens that `get` would load. Raises BadRequest for wrong tokens."""
         chain = self._chain(tokens)
-        return self.chunk_tokens * self._call(lambda client: self._find(client, chain))
+        found = self.chunk_tokens * self._call(lambda client: self._find(client, chain))
+        self.last = Reuse(found)
+        return found
 
     def delete(self, tokens: Tokens) -> int:
         """Remove the chunks of these tokens from memory and tiers, except those that other sequences begin with.
@@ -377,12 +383,13 @@ class Namespace(Generic[S_co, D_co]):
     def _load(self, tokens: Tokens, make: Callable[[int], Sequence[tuple[Kv, int]]]) -> int:
         """The number of chunks loaded. make: gives the arrays of each shape for this many chunks, and the number of the
         token with which they begin."""
-        chain = self._chain(tokens)
+        chain, found = self._chain(tokens), 0
 
         def load(client: Client) -> int:
+            nonlocal found
             request = f"get-{self._instance}-{next(self._numbers)}"
             try:
-                count = self._find(client, chain, request)
+                count = found = self._find(client, chain, request)
                 for group, (kv, first_token) in enumerate(make(count) if count else ()):
                     first = self._first(group, count)
                     moves = self._target(group, kv, first_token)
@@ -396,7 +403,9 @@ class Namespace(Generic[S_co, D_co]):
                 client.ask(wire.EndSession(request), deadline_s=None)
                 client.pump()
 
-        return self._call(load)
+        loaded = self._call(load)
+        self.last = Reuse(found * self.chunk_tokens, loaded * self.chunk_tokens)
+        return loaded
 
     def _move(self, message: wire.Store | wire.Retrieve, first: int, moves: _Moves, kind: type[T]) -> T | None:
         """The answer to a store or retrieve, whose chunks are copied here; None if it was lost, such as with its

@@ -7,13 +7,17 @@ far as this process can know it; a load finds KV of the weights that the model h
 from __future__ import annotations
 
 import contextlib
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median_high
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from transformers.cache_utils import Cache
 
+from kvdepot.client.reuse import NOTHING_REUSED, Reuse
 from kvdepot.errors import BadRequest, ConfigError
 from kvdepot.integrations.huggingface.identity import fingerprint, identity, media_tokens, refuse_unserved
 from kvdepot.integrations.huggingface.layout import CacheLayout, check_empty, length_of, new_cache
@@ -29,6 +33,8 @@ _MOST_DIFFERENCE = 0.15
 """Limit of the check below: bfloat16 gives 0.01 to 0.03, a cache that is not used as it should be 0.3 and more."""
 _MOST_OPENED = 8
 """Versions of a model that are remembered: adapters may take turns."""
+_MEASURED_TOKENS, _MEASURES = 64, 31
+"""A part of a prompt with fewer tokens says little about the speed of prefill, which is the median of so many parts."""
 _ASSISTED = "assisted decoding computes a loaded prompt again, and takes tokens back"
 _REFUSED = {
     **dict.fromkeys(("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp"), _ASSISTED),
@@ -88,6 +94,9 @@ class PrefixCache:
         self._model = model
         self._asked_tokens = chunk_tokens
         self._media = media_tokens(model)
+        self.last = NOTHING_REUSED
+        """The result of the last `load` or `generate`, of all rows together. Nothing is compared here."""
+        self._speeds: deque[float] = deque(maxlen=_MEASURES)  # of prefill, in tokens per second
         self._opened: dict[bytes, _Opened] = {}
         self._open()
         self._check_continuation()
@@ -111,7 +120,7 @@ class PrefixCache:
         past: an empty cache to fill, such as a StaticCache; None makes a dynamic one. Raises BadRequest.
         """
         prompts = self._prompts(input_ids, attention_mask)
-        opened = self._open()
+        self.last, opened = NOTHING_REUSED, self._open()
         layout, target, columns = opened.layout, self._target(past, opened, prompts.pads), prompts.columns - 1
         if len(prompts.pads) > 1 and not layout.is_plain:
             prefixes = [(tokens[: max(0, columns - pad)].numpy(), pad) for tokens, pad in prompts]
@@ -119,7 +128,9 @@ class PrefixCache:
         loaded = [self._load(tokens[: max(0, columns - pad)], opened) for tokens, pad in prompts]
         ends = [n + pad if n else 0 for (_, n), pad in zip(loaded, prompts.pads, strict=True)]
         if not min(ends) or (len(set(ends)) > 1 and not layout.is_plain):
+            self._note(0)
             return target, 0
+        self._note(sum(min(ends) - pad for pad in prompts.pads))
         if past is None and prompts.pads == [0]:
             return loaded[0]
         layout.merge(target, [cache for cache, _ in loaded], prompts.pads, min(ends))
@@ -159,7 +170,7 @@ class PrefixCache:
         if (input_ids is None) == (inputs is None):
             raise BadRequest("pass the tokens of a prompt once: as input_ids, or as inputs")
         prompts = self._prompts(inputs if input_ids is None else input_ids, attention_mask)
-        opened = self._open()
+        self.last, opened = NOTHING_REUSED, self._open()
         is_single = given is None and copies == 1 and prompts.pads == [0]
         caches = []
         for tokens, _ in prompts:
@@ -167,6 +178,7 @@ class PrefixCache:
             if not is_single:
                 self._compute(tokens[end:-1], cache)
             caches.append(cache)
+        self._note(self.last.loaded)
         past = caches[0] if is_single else self._target(given, opened, prompts.pads)
         if not is_single and prompts.columns > 1:
             rows = [cache for cache in caches for _ in range(copies)]
@@ -227,10 +239,15 @@ class PrefixCache:
         pairs, states = layout.buffers(count), torch.empty(layout.state_bytes, dtype=torch.uint8)
         arguments = layout.by_shape(pairs) + ([states] if layout.states else [])
         count = namespace.get_into(ids[:count], arguments if len(arguments) > 1 else arguments[0])
+        self.last += namespace.last
         if count:
             layout.fill(cache, pairs, layout.reaches(namespace.chunk_tokens), count)
             layout.fill_states(cache, states)
         return cache, count
+
+    def _note(self, loaded: int) -> None:
+        """Settle the result of a call, which has used this many tokens of what was loaded."""
+        self.last = Reuse(self.last.found, loaded, 0, loaded / median_high(self._speeds) if self._speeds else 0.0)
 
     def _put(self, tokens: torch.Tensor, cache: Cache, row: int, opened: _Opened) -> int:
         """Store the whole chunks of a row of a cache. Raises BadRequest if it has not all that a load would need."""
@@ -269,7 +286,10 @@ class PrefixCache:
         end = (len(tokens) - 1) // opened.namespace.chunk_tokens * opened.namespace.chunk_tokens
         cache, count = self._load(tokens[:end], opened)
         if count < end:
-            self._compute(tokens[count:end], cache)
+            begun, logits = time.monotonic(), self._compute(tokens[count:end], cache)
+            if logits is not None and end - count >= _MEASURED_TOKENS:
+                logits[0].item()  # once a device has computed it
+                self._speeds.append((end - count) / (time.monotonic() - begun))
             self._put(tokens[:end], cache, 0, opened)
         return cache, end
 

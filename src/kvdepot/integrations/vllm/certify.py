@@ -2,7 +2,7 @@
 
     python -m kvdepot.integrations.vllm.certify URL [vLLM's own arguments]
 
-Standard input is a socket. A line that arrives is a command of cli/certificate.py; a line that is sent is its answer,
+Standard input is a socket. A line that arrives is a command of cli/completions.py; a line that is sent is its answer,
 or `{"error": ...}`; the first one describes the engine. The engine ends when its input does, also while it starts.
 """
 
@@ -27,7 +27,7 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from kvdepot.cli.certificate import Completion, Description, Encode, Generate, Source
+from kvdepot.cli.completions import Completion, Description, Encode, Generate, Source
 from kvdepot.errors import ConfigError, DeadlineExceeded
 
 _RESET_S = 120.0
@@ -37,7 +37,9 @@ _HINTS: dict[Source, dict[str, bool]] = {
     "own cache": {"load": False, "store": False},
     "depot": {"store": False},
 }
-_COUNTERS = ("vllm:external_prefix_cache_hits", "vllm:kvdepot_retrieve_failed_shards")
+_NO_RESULT = {"kvdepot": {"loaded": 0}}
+"""Stands for the result of a request that arrived before the engine found the server."""
+_FAILED = "vllm:kvdepot_retrieve_failed_shards"
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
@@ -93,7 +95,7 @@ class PromptRunner:
         }  # fmt: skip
         return Description(
             model.model, tried, names, config.cache_config.block_size, model.max_model_len, model.get_vocab_size(),
-            not model.skip_tokenizer_init,
+            not model.skip_tokenizer_init, config.cache_config.num_gpu_blocks or 0,
         )  # fmt: skip
 
     def handle(self, command: Generate | Encode) -> list[Completion] | list[int]:
@@ -109,21 +111,21 @@ class PromptRunner:
             extra_args={"kv_transfer_params": {"kvdepot": _HINTS[command.source]}},
         )  # fmt: skip
         prompts = [TokensPrompt(prompt_token_ids=tokens) for tokens in command.prompts]
-        before = self._counted()
+        failed = -self._failed()
         outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapters[command.adapter])
-        loaded, failed = (now - then for now, then in zip(self._counted(), before, strict=True))
+        failed += self._failed()
         return [
             Completion(
                 output.metrics.first_token_latency, list(output.outputs[0].token_ids),
                 [{str(token): p.logprob for token, p in step.items()} for step in output.outputs[0].logprobs],
-                output.num_cached_tokens or 0, loaded, failed,
+                output.num_cached_tokens or 0, (output.kv_transfer_params or _NO_RESULT)["kvdepot"]["loaded"], failed,
+                output.metrics.first_token_latency + output.metrics.last_token_ts - output.metrics.first_token_ts,
             )
             for output in outputs
         ]  # fmt: skip
 
-    def _counted(self) -> list[int]:
-        metrics = self._llm.get_metrics()
-        return [sum(int(each.value) for each in metrics if each.name == name) for name in _COUNTERS]
+    def _failed(self) -> int:
+        return sum(int(each.value) for each in self._llm.get_metrics() if each.name == _FAILED)
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()

@@ -215,12 +215,13 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """True if a worker may still be storing the request's blocks; it reports the id when it is done."""
-        return self._scheduler.request_finished(request, block_ids), None
+        """True if a worker may still be storing the request's blocks; it reports the id when it is done. And what the
+        request got from the depot, for its response (response.py)."""
+        return self._scheduler.request_finished(request, block_ids)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished_all_groups`; MultiConnector may call this one."""
-        return self._scheduler.request_finished(request, (block_ids,)), None
+        return self._scheduler.request_finished(request, (block_ids,))
 
     def reset_cache(self) -> bool | None:
         """Forget all chunks of this model, whose weights may differ from those on disk now; share none from here on.

@@ -1,7 +1,8 @@
-"""Hints by which a request asks to keep, expire or remove its own chunks, or not to store or load any.
+"""Hints by which a request asks to keep, expire or remove its own chunks, or to store or load fewer.
 
-Callers send hints in `kv_transfer_params` under the key `kvdepot`, or as actions of vLLM's `kv_hints`. This module
-parses both; leases.py carries them out. Keys and actions of other names belong to others and are left alone.
+Callers send hints in `kv_transfer_params` under the key `kvdepot`, or as actions of vLLM's `kv_hints`. Two keys beside
+`kvdepot` are read, too, as llm-d sends them to several connectors. This module parses all; leases.py carries out what
+concerns leases. Keys and actions of other names belong to others and are left alone.
 
 Every sender of requests can send hints, so they are bounded (`Limits`), and a session belongs to the cache salt of
 its requests: no request can end or replace the lease of a session of another salt.
@@ -24,7 +25,7 @@ from kvdepot.values import fault_of
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-_KEY = "kvdepot"
+KEY = "kvdepot"
 _VERSION = "1"
 """`action_version` of the actions that we know."""
 _MOST_NAME = 200
@@ -36,6 +37,7 @@ _SALTED = re.compile(rf"@[0-9a-f]{{{_SALT_HEX}}}")
 
 _Seconds = Annotated[int, Meta(ge=1, le=1 << 31)]
 _Priority = Annotated[int, Meta(ge=0, le=MOST_PRIORITY)]
+_Tokens = Annotated[int, Meta(ge=0)]
 _Session = Annotated[str, Meta(min_length=1, max_length=_MOST_NAME)]
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
@@ -50,7 +52,19 @@ class _Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     release: bool = False
     store: bool = True
     load: bool = True
-    max_load_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_load_tokens: _Tokens | None = None
+    # Results (response.py), which a proxy may send on with the hints: they ask for nothing.
+    found: object = None
+    loaded: object = None
+    compared: object = None
+    saved_s: object = None
+
+
+class _Bounds(msgspec.Struct, frozen=True):
+    """Keys of `kv_transfer_params` itself that several connectors read."""
+
+    max_load_tokens: _Tokens | None = None
+    max_offload_tokens: _Tokens | None = None
 
 
 class _TimedAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,14 +109,24 @@ class Hints(NamedTuple):
     """All that a request asks for.
 
     leases: of its chunks, when it has finished; those of the kind `prefetch`, when it arrives. releases: names of
-    leases that end when it has finished, with the removal of their chunks and of the request's own. stores: whether it
-    is stored. most_loaded: load no token of its prompt after this many; None: all that is found.
+    leases that end when it has finished, with the removal of their chunks and of the request's own. most_stored: store
+    none of its tokens after this many; None: all that are computed. most_loaded: load no token of its prompt after this
+    many; None: all that is found.
     """
 
     leases: tuple[Hint, ...] = ()
     releases: tuple[str, ...] = ()
-    stores: bool = True
+    most_stored: int | None = None
     most_loaded: int | None = None
+
+    @property
+    def stores(self) -> bool:
+        """Whether anything of the request is stored."""
+        return self.most_stored != 0
+
+    def stored(self, tokens: int) -> int:
+        """The number of the request's first `tokens` tokens that may be stored."""
+        return tokens if self.most_stored is None else min(tokens, self.most_stored)
 
 
 NO_HINTS = Hints()
@@ -125,22 +149,23 @@ def read_hints(request: Request, limits: Limits) -> tuple[Hints, str]:
 
     Of refused hints, one remains: if `store` is there and is not true, the request is not stored.
     """
-    params = request.kv_transfer_params
-    given = params.get(_KEY) if isinstance(params, dict) else None
+    params = request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
+    given, bounds = params.get(KEY), {name: params[name] for name in _Bounds.__struct_fields__ if name in params}
     envelope = getattr(request, "kv_hints", None)  # since vLLM 0.31
-    if given is None and envelope is None:
+    if given is None and envelope is None and not bounds:
         return NO_HINTS, ""
     hints = Hints()
     try:
         if given is not None:
-            hints = _of_params(_convert(given, _Params, f"kv_transfer_params.{_KEY}"), request)
+            hints = _of_params(_convert(given, _Params, f"kv_transfer_params.{KEY}"), request)
+        hints = _bounded(hints, _convert(bounds, _Bounds, "kv_transfer_params"))
         if envelope is not None:
             hints = _with_actions(hints, envelope.actions, request)
         if not limits.seconds and (hints.leases or hints.releases):
             raise BadRequest("requests may neither keep nor remove chunks here (the server's max_hint_s is 0)")
     except BadRequest as exc:
         is_private = isinstance(given, dict) and given.get("store", True) is not True
-        return Hints(stores=not is_private), str(exc)
+        return Hints(most_stored=0 if is_private else None), str(exc)
     return hints._replace(leases=tuple(map(limits.bound, hints.leases))), ""
 
 
@@ -152,16 +177,23 @@ def _convert(value: object, kind: type[_Struct], what: str) -> _Struct:
 
 
 def _of_params(params: _Params, request: Request) -> Hints:
-    name = _name(params.session, request, f"kv_transfer_params.{_KEY}")
+    name = _name(params.session, request, f"kv_transfer_params.{KEY}")
     leases = []
     if params.retain_s is not None:
         leases.append(Hint("retain", name, params.retain_s, params.priority))
     if params.expire_s is not None:
         leases.append(Hint("expire", _expiring(name), params.expire_s, params.priority))
     if params.release and leases:
-        raise BadRequest(f"kv_transfer_params.{_KEY}: give either `release`, or `retain_s` and `expire_s`")
+        raise BadRequest(f"kv_transfer_params.{KEY}: give either `release`, or `retain_s` and `expire_s`")
     releases = (name, _expiring(name)) if params.release else ()
-    return Hints(tuple(leases), releases, params.store, params.max_load_tokens if params.load else 0)
+    return Hints(tuple(leases), releases, None if params.store else 0, params.max_load_tokens if params.load else 0)
+
+
+def _bounded(hints: Hints, bounds: _Bounds) -> Hints:
+    """The hints with the smaller of their bounds and these."""
+    stored = [most for most in (hints.most_stored, bounds.max_offload_tokens) if most is not None]
+    loaded = [most for most in (hints.most_loaded, bounds.max_load_tokens) if most is not None]
+    return hints._replace(most_stored=min(stored, default=None), most_loaded=min(loaded, default=None))
 
 
 def _with_actions(hints: Hints, actions: Iterable[Any], request: Request) -> Hints:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from msgspec.structs import astuple
 
+from kvdepot.client.reuse import NOTHING_REUSED, Reuse
 from kvdepot.client.transfer import Transfer, pack_block_ids
 from kvdepot.integrations.vllm.hints import NO_HINTS, Hints
 from kvdepot.integrations.vllm.messages import Terms
@@ -166,6 +167,8 @@ class Tracked:
     """The latest answer about its tokens, until vLLM schedules it."""
     asked: wire.Asked = wire.NOTHING_ASKED
     """Tokens that it asked for each time it was scheduled, not reported yet."""
+    reuse: Reuse | None = None
+    """The sums of its reports; None: it was never scheduled with an answer of the depot."""
     copied: tuple[int, int] = (0, 0)
     """Shards that it has loaded within steps, not reported yet, and their bytes."""
     stores_open: bool = False
@@ -191,11 +194,14 @@ class Tracked:
             before, new = self.asked, self.offered
             sums = zip(astuple(before), astuple(new), strict=True)
             self.asked = wire.Asked(*(one + other for one, other in sums))
+            self.reuse = self.reuse or NOTHING_REUSED
             self.offered = None
 
     def take_report(self) -> Report:
         """The tokens and seconds saved, what was asked, and what was copied within steps, since the last call."""
         report = self.saved_tokens, self.saved_s, self.asked, self.copied
+        if self.reuse is not None:
+            self.reuse += Reuse(self.asked.found, self.saved_tokens, self.asked.compared, self.saved_s)
         self.saved_tokens, self.saved_s, self.asked, self.copied = 0, 0.0, wire.NOTHING_ASKED, (0, 0)
         return report
 

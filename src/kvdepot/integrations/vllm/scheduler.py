@@ -38,6 +38,7 @@ from kvdepot.integrations.vllm.requests import (
     Tracked,
     names_are_contents,
 )
+from kvdepot.integrations.vllm.response import ResponseParams, response_params
 from kvdepot.integrations.vllm.settings import ConnectorSettings
 from kvdepot.integrations.vllm.stalls import PATIENCE_S, Passes
 from kvdepot.integrations.vllm.stats import KVDepotStats, PrefillSpeed
@@ -503,6 +504,8 @@ class SchedulerHalf:
                 self._uncache(request.request_id)
         # Decoded tokens count up to the last known one: after it there may be drafts or placeholders.
         known = request.num_tokens if self._answers.are_stored else request.num_prompt_tokens
+        if tracked.check is None:  # what is compared has no bound
+            known = tracked.hints.stored(known)
         end = self._plan.final_tokens(request.num_computed_tokens + new_tokens, known) // size
         if end <= tracked.saved_chunks or not tracked.is_cached:
             return
@@ -513,8 +516,11 @@ class SchedulerHalf:
             return
         tables = state.resolve_block_ids(request.request_id)
         states = [StateBlock(*offered) for offered in state.boundary_state_offloads.get(request.request_id, ())]
-        junction = request.shared_prefix_boundary
-        pieces = self._plan.to_store(tables, chunks, request.num_prompt_tokens, states, junction)
+        junction, prompt_tokens = (
+            request.shared_prefix_boundary,
+            tracked.hints.stored(request.num_prompt_tokens - 1) + 1,
+        )
+        pieces = self._plan.to_store(tables, chunks, prompt_tokens, states, junction)
         stores = [tracked.transfer(piece) for piece in pieces]
         block_ids, read = self._plan.split(tables, tracked.read_tokens, chunks.stop)
         held = self._plan.held(pieces)
@@ -524,7 +530,8 @@ class SchedulerHalf:
         if not stores:
             return
         blocks = block_ids[:read], block_ids[read:]
-        kept, compared = self._keeps(tracked), list[Transfer]()
+        kept = self._keeps(tracked) and tracked.hints.stored(chunks.stop * size) == chunks.stop * size
+        compared = list[Transfer]()
         if tracked.check is not None and tracked.phase is not RequestPhase.PROVING:  # what it reads proves nothing
             first = max(-(-tracked.read_tokens // size), tracked.check.first // size, chunks.start)
             own = self._plan.to_store(tables, range(first, chunks.stop), request.num_prompt_tokens, states, junction)
@@ -603,14 +610,19 @@ class SchedulerHalf:
 
     # -- the end
 
-    def request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> bool:
-        """tables: its blocks by KV cache group, without those that only tokens of later steps would need."""
-        request_id = request.request_id
-        self._uncached.discard(request_id)
-        self._passes.left(request_id)
-        tracked = self._tracked.pop(request_id, None)
+    def request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> tuple[bool, ResponseParams | None]:
+        """Whether its blocks must stay until a worker reports it, and the params of its response. tables: its blocks by
+        KV cache group, without those that only tokens of later steps would need."""
+        self._uncached.discard(request.request_id)
+        self._passes.left(request.request_id)
+        tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
-            return False
+            return False, None
+        return self._end(tracked, tables), response_params(request, tracked.reuse)
+
+    def _end(self, tracked: Tracked, tables: Sequence[Sequence[int]]) -> bool:
+        """End a request. Returns whether its blocks must stay until a worker reports it."""
+        request_id = tracked.request.request_id
         self._proofs.drop(tracked)
         self._depot.forget_lookup(request_id)
         self._leases.request_ending(tracked)
@@ -652,6 +664,7 @@ class SchedulerHalf:
             if tail is None:
                 return None
             is_stored = tokens == request.num_prompt_tokens or self._answers.are_stored
+            is_stored &= tracked.hints.stored(tokens) == tokens
             pieces = self._plan.tail(tables, tail.chunks) if is_stored and tracked.saved_chunks >= tail.chunks else []
             block_ids, read = self._plan.split(tables, tracked.read_tokens or 0, tail.chunks + 1)
             if self._waiting.has_suspects and not self._waiting.check(block_ids, read):
