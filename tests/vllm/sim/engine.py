@@ -7,6 +7,7 @@ some alone, some as storms. They abort some, and operators reset the engine's ca
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,7 @@ class Engine:
         self.uses: list[tuple[Any, object]] = []  # of arenas, by steps
         self.hand: Any = None  # the engine of by_hand.py
         self._arrived = 0
+        self.ordered, self.told = Counter[str](), Counter[str]()  # shards, by what becomes of them
         self._moved_at = self.world.now  # when it last computed something or had nothing to do
         self._last_s = 0.0  # when it was last seen to run
         self.process = Process(run.world, name, self._main)
@@ -125,6 +127,7 @@ class Engine:
         finally:
             run.end_making()
         self.hand.scheduled, self.hand.worker.computing = self._scheduled, self._computes
+        self._update, self.hand.scheduler.update_from_output = self.hand.scheduler.update_from_output, self._hear
         self.serving = True
         while not (self.may_go and not self.requests):
             self._step()
@@ -179,6 +182,10 @@ class Engine:
     def _half(self) -> Any:
         return self.hand.scheduler.connector._half
 
+    @property
+    def _worker_half(self) -> Any:
+        return self.hand.worker.connector._half
+
     def clear(self) -> None:
         self.world.counters["cleared"] += 1
         self.clients[0].ask(wire.Clear(self._half._model))
@@ -197,13 +204,31 @@ class Engine:
     # -- steps
 
     def _scheduled(self, planned: Any) -> None:
-        tokens = planned.num_scheduled_tokens
+        tokens, orders = planned.num_scheduled_tokens, planned.kv_connector_metadata
         counters = self.world.counters
+        counters["loads"] += len(orders.loads)
+        counters["loads_in_steps"] += len(orders.step_loads)
         counters["preempted"] += len(planned.preempted_req_ids or ())
         if tokens:
             self.world.note(f"{self.name} computes {tokens}")
         if self.world.chance(0.1):  # workers are processes of their own
             self.process.sleep(self.world.spread(0.0001, 0.01))
+
+    def _hear(self, planned: Any, output: Any) -> Any:
+        """A step has ended. A worker that is not connected has neither stored nor loaded."""
+        orders, told = planned.kv_connector_metadata, output.kv_connector_output
+        loads = [transfer for transfers in orders.loads.values() for transfer in transfers]
+        if self._worker_half.is_connected:
+            self.ordered["stored"] += sum(transfer.chunks for transfer in orders.stores)
+            self.ordered["retrieved"] += sum(transfer.chunks for transfer in loads)
+            self.ordered["retrieved"] += sum(len(load.ranks[0]) for load in orders.step_loads)
+        self._count(told.kv_connector_stats if told is not None else None)
+        return self._update(planned, output)
+
+    def _count(self, stats: Any) -> None:
+        for name, count in (stats.data if stats is not None else {}).items():
+            if name.endswith("_shards"):
+                self.told[name] += count
 
     def _computes(self, tokens: int) -> None:
         self.process.sleep(tokens * self.host.token_s)
@@ -212,15 +237,17 @@ class Engine:
     def _step(self) -> None:
         world, scheduler = self.world, self.hand.scheduler
         self.host.steps_taken += 1
-        if not self.leaving and len(self.requests) < 12 and world.chance(0.15):
+        if not self.leaving and len(self.requests) < 12 and world.chance(0.25):
             storm = world.random.randint(3, 8) if world.chance(0.2) else 1
             world.counters["storms"] += storm > 1
             chat = self.host.draw_chat()
             for _ in range(storm):
                 self._arrive(chat if storm > 1 and world.chance(0.7) else self.host.draw_chat())
-        if self.requests and world.chance(0.02):
+        if self.requests and world.chance(0.01):
             self._abort(world.random.choice([*self.requests.values()]))
-        if world.chance(0.005):
+        if world.chance(0.03):
+            scheduler.reset_prefix_cache()  # its own, unless that is in use: then the depot has more to give
+        if world.chance(0.002):
             self._reset()
         computed_at = self._moved_at
         if self.hand.is_busy:
@@ -261,7 +288,7 @@ class Engine:
         self.hand.take(self.model.steps)  # as an engine that is paused first: what a step under way uses is not freed
         preempts = chance(0.5) and not any(asked.loading for asked in self.requests.values())
         preempts &= scheduler.requests.keys() <= self.requests.keys()  # no other has blocks, as of its stores
-        preempts &= not self._half.holds_blocks()
+        preempts &= not (self._half.holds_blocks() or scheduler.deferred_frees)
         is_update = chance(0.3)
         self.world.counters["reset"] += 1
         self.world.note(f"{self.name} resets{' and preempts' * preempts}{' for other weights' * is_update}")
@@ -320,6 +347,12 @@ class Engine:
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, f"{self.name} has lost blocks"
         assert not half._tracked, f"{self.name} goes on to know {[*half._tracked]}"
+        self._count(self._worker_half.stats.take())
+        for done, failed in (("stored", "store_failed"), ("retrieved", "retrieve_failed")):
+            ended = self.told[f"{done}_shards"] + self.told[f"{failed}_shards"]
+            assert ended == self.ordered[done], f"{self.name}: of {self.ordered[done]} shards, {ended} were {done} or not"
+            self.world.counters[f"shards_{done}"] += self.told[f"{done}_shards"]
+            self.world.counters[f"shards_{failed}"] += self.told[f"{failed}_shards"]
 
 
 def new_tokens(draw: random.Random, number: int) -> list[int]:

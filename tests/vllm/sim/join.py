@@ -195,6 +195,7 @@ def joined(run: VllmRun) -> Iterator[None]:
         mock.patch(f"{ours}.connector.test_blocks", lambda blocks: CopySpeed(1e8, 1e8)),
         mock.patch(f"{ours}.link.is_taken", lambda url: run.server is not None),
         mock.patch(f"{ours}.in_step.ArenaView", _StepView),
+        mock.patch(f"{ours}.in_step._STEP_BYTES", run.step_bytes),
         mock.patch("kvdepot.client.worker.Lane", SimLane),
         override_forward_context(mock.sentinel.context),
     ):

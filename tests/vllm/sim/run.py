@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from kvdepot.integrations.vllm import in_step
 from kvdepot.keys import ChunkChain
 from tests.sim.run import FAULTS, Run
 from tests.sim.world import Process, World
@@ -42,6 +43,7 @@ class VllmRun(Run):
         """The engine that is being made: vLLM has one configuration at a time in a process."""
         self.is_making = False
         self.token_s = self.world.spread(0.000002, 0.0003)  # that computing takes
+        self.step_bytes = draw.choice([0, 5000, in_step._STEP_BYTES])  # of loads within steps
         self.groups: dict[bytes, int] = {}  # KV cache group by layout fingerprint
         self._parts: dict[bytes, _Part] = {}  # by key
         kind = Kind.draw(draw)
