@@ -23,7 +23,7 @@ from tests.vllm.sim.join import URL, EngineBlocks, EngineClient
 if TYPE_CHECKING:
     from tests.vllm.sim.run import VllmRun
 
-MOST_SAID = 12
+MOST_SAID = 4, 12, 48
 STILL_S, LOADING_STILL_S = 12.0, 75.0
 """An engine that is not stopped computes something, or moves a byte, at least this often while it has requests; where
 it loads, an operation may wait for its server for a minute (client/lane.py)."""
@@ -43,21 +43,23 @@ class Kind:
     trust: str = "given"
     saves: str = "on"
     spacing: int = 0
+    has_own_cache: bool = True
 
     @staticmethod
     def draw(draw: random.Random) -> Kind:
         shape = draw.choice(["whole", "whole", "whole", "window", "states"])
         return Kind(
-            blocks=draw.choice([12, 16, 24, 40]),
+            blocks=draw.choice([12, 12, 16, 24, 40]),
             steps=draw.choice([1, 2]),
             window=96 if shape == "window" else 0,
             states=(CHUNK, draw.choice([BLOCK, CHUNK])) if shape == "states" else (),
-            seats=draw.choice([1, 2, 4, 8]),
+            seats=draw.choice([1, 3, 8, 8]),
             batch=draw.choice([96, 160, 512]),
             policy=draw.choice(["fcfs", "fcfs", "priority"]),
             trust=draw.choice(["given", "earned"]),
             saves=draw.choice(["on", "off", "auto"]),
             spacing=draw.choice([0, 1, 2]),
+            has_own_cache=shape == "states" or draw.random() < 0.5,  # without, the depot has more to give
         )
 
     @property
@@ -141,7 +143,7 @@ class Engine:
         kind = self.model
         arguments = {
             "max_num_seqs": kind.seats, "max_num_batched_tokens": max(kind.batch, kind.block),
-            "scheduling_policy": kind.policy,
+            "scheduling_policy": kind.policy, "enable_prefix_caching": kind.has_own_cache,
         }  # fmt: skip
         settings: dict[str, Any] = {
             "kvdepot.required": False, "kvdepot.trust": kind.trust, "kvdepot.save_decode": kind.saves,
@@ -245,8 +247,6 @@ class Engine:
                 self._arrive(chat if storm > 1 and world.chance(0.7) else self.host.draw_chat())
         if self.requests and world.chance(0.01):
             self._abort(world.random.choice([*self.requests.values()]))
-        if world.chance(0.03):
-            scheduler.reset_prefix_cache()  # its own, unless that is in use: then the depot has more to give
         if world.chance(0.002):
             self._reset()
         computed_at = self._moved_at
@@ -260,7 +260,7 @@ class Engine:
 
     def _arrive(self, chat: int) -> None:
         world, kind = self.world, self.model
-        says = world.random.randint(1, MOST_SAID)
+        says = world.random.randint(1, world.random.choice(MOST_SAID))
         tokens = self.host.draw_prompt(chat, kind.most_tokens - says)
         salt = "tenant" if world.chance(0.1) else None
         self._arrived += 1
@@ -350,11 +350,12 @@ class Engine:
         self._count(self._worker_half.stats.take())
         for done, failed in (("stored", "store_failed"), ("retrieved", "retrieve_failed")):
             ended = self.told[f"{done}_shards"] + self.told[f"{failed}_shards"]
-            assert ended == self.ordered[done], f"{self.name}: of {self.ordered[done]} shards, {ended} were {done} or not"
+            assert ended == self.ordered[done], (
+                f"{self.name}: of {self.ordered[done]} shards, {ended} were {done} or not"
+            )
             self.world.counters[f"shards_{done}"] += self.told[f"{done}_shards"]
             self.world.counters[f"shards_{failed}"] += self.told[f"{failed}_shards"]
 
 
 def new_tokens(draw: random.Random, number: int) -> list[int]:
     return [draw.randrange(VOCABULARY) for _ in range(number)]
-
