@@ -21,7 +21,7 @@ help:
 	@echo "                a failed test is rerun once, alone; if it then passes, the last lines report it as FLAKY"
 	@echo "make test-versions  the connector with other releases of vLLM, and upgrades from them (VERSIONS=0.30.0 for one)"
 	@echo "make sim        10,000 simulated runs of server, clients and engines; SEED=n make sim replays one"
-	@echo "make sim-vllm   500 simulated runs of vLLM's scheduler with the connector; SEEDS=n, or SEED=n to replay one"
+	@echo "make sim-vllm   1,000 simulated runs of vLLM's scheduler with the connector; SEEDS=n, or SEED=n to replay one"
 	@echo "make bench      the benchmark, with the lower bound of each figure; writes bench.json"
 	@echo "make test-gpu   the tests that need a GPU; make bench-gpu: the figures that need one, writes bench-gpu.json; both first check"
 	@echo "                what is missing; GPU_PYTHON=python of an environment with torch for CUDA or ROCm"
@@ -56,7 +56,7 @@ SEED ?=
 sim: $(EVERYTHING)
 	$(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
-VLLM_SEEDS = $(if $(filter command environment,$(firstword $(origin SEEDS))),$(SEEDS),500)
+VLLM_SEEDS = $(if $(filter command environment,$(firstword $(origin SEEDS))),$(SEEDS),1000)
 sim-vllm: $(EVERYTHING)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sim --vllm $(if $(SEED),--seed $(SEED),--seeds $(VLLM_SEEDS))
 

@@ -14,7 +14,7 @@ from kvdepot.client.worker import WorkerClient
 from kvdepot.integrations.vllm.stores import Holds
 from kvdepot.integrations.vllm.worker import WorkerHalf
 from tests.sim.run import Broken
-from tests.vllm.sim.run import EXPECTED, parts, simulate
+from tests.vllm.sim.run import parts, simulate
 
 Patch = pytest.MonkeyPatch
 
@@ -29,7 +29,8 @@ def test_no_invariant_breaks_in_the_first_seeds() -> None:
     happened: Counter[str] = Counter()
     for seed in range(36):
         happened.update({name: count for name, count in simulate(seed).counters.items() if count})
-    assert not EXPECTED - happened.keys()
+    common = {"answered", "loads", "loaded_in_step", "preempted", "shards_retrieved", "server_shut_down"}
+    assert not common - happened.keys()
 
 
 def test_the_same_seed_is_the_same_run() -> None:

@@ -29,13 +29,14 @@ from tests.vllm.sim.join import joined
 STEPS = 250
 EXPECTED = frozenset(
     """
-    aborted_running aborted_waiting answered begun_behind_tokens chunk_flipped cleared compared connection_cut copy_failed
-    engine_killed engine_shut_down engine_stopped forgotten groups_hit loaded_in_step loads lookup_awaited_room preempted
-    reset server_killed server_shut_down server_stopped shards_recovered shards_retrieve_failed shards_retrieved
-    shards_store_failed shards_stored storms tier_hit_chunks weights_updated
+    aborted_running aborted_waiting answered begun_behind_tokens chunk_flipped cleared compared connection_cut
+    copy_failed engine_killed engine_killed_while_loading engine_shut_down engine_stopped forgotten groups_hit
+    loaded_in_step loads lookup_awaited_room preempted reset server_killed server_shut_down server_stopped
+    shards_recovered shards_retrieve_failed shards_retrieved shards_store_failed shards_stored storms tier_hit_chunks
+    weights_updated
     """.split()  # noqa: SIM905 - a list of thirty strings is no easier to read
 )
-"""What must have happened somewhere in the first seeds, or they prove less than they seem to."""
+"""What must have happened somewhere in a thousand seeds, or they prove less than they seem to."""
 _folder: list[Path] = []
 
 
