@@ -287,7 +287,7 @@ class Engine:
         scheduler, chance = self.hand.scheduler, self.world.chance
         self.hand.take(self.model.steps)  # as an engine that is paused first: what a step under way uses is not freed
         preempts = chance(0.5) and not any(asked.loading for asked in self.requests.values())
-        preempts &= scheduler.requests.keys() <= self.requests.keys()  # no other has blocks, as of its stores
+        preempts &= not any(made.is_finished() for made in scheduler.requests.values())  # whose blocks are being copied
         preempts &= not (self._half.holds_blocks() or scheduler.deferred_frees)
         is_update = chance(0.3)
         self.world.counters["reset"] += 1
