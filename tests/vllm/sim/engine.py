@@ -286,9 +286,9 @@ class Engine:
     def _reset(self) -> None:
         scheduler, chance = self.hand.scheduler, self.world.chance
         self.hand.take(self.model.steps)  # as an engine that is paused first: what a step under way uses is not freed
-        preempts = chance(0.5) and not any(asked.loading for asked in self.requests.values())
-        preempts &= not any(made.is_finished() for made in scheduler.requests.values())  # whose blocks are being copied
-        preempts &= not (self._half.holds_blocks() or scheduler.deferred_frees)
+        preempts = chance(0.5) and not (self._half.holds_blocks() or scheduler.deferred_frees)
+        running, tables = {made.request_id for made in scheduler.running}, scheduler.kv_cache_manager.get_block_ids
+        preempts &= not any(any(tables(name)) for name in scheduler.requests if name not in running)  # vLLM would raise
         is_update = chance(0.3)
         self.world.counters["reset"] += 1
         self.world.note(f"{self.name} resets{' and preempts' * preempts}{' for other weights' * is_update}")
