@@ -13,7 +13,7 @@ endif
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 EVERYTHING := $(VENV)/dev $(VENV)/vllm
 
-.PHONY: help site demo demo-cluster test test-fast versions test-versions sim lint types fmt bench test-gpu bench-gpu clean
+.PHONY: help site demo demo-cluster test test-fast versions test-versions sim sim-vllm lint types fmt bench test-gpu bench-gpu clean
 help:
 	@echo "make demo       kvdepot certify on two small models; then chats with the depot and without; writes pages to build/demo"
 	@echo "make demo-cluster  the same over two depots that share a pool of memory (Mooncake Store)"
@@ -21,6 +21,7 @@ help:
 	@echo "                a failed test is rerun once, alone; if it then passes, the last lines report it as FLAKY"
 	@echo "make test-versions  the connector with other releases of vLLM, and upgrades from them (VERSIONS=0.30.0 for one)"
 	@echo "make sim        10,000 simulated runs of server, clients and engines; SEED=n make sim replays one"
+	@echo "make sim-vllm   1,000 simulated runs of vLLM's scheduler with the connector; SEEDS=n, or SEED=n to replay one"
 	@echo "make bench      the benchmark, with the lower bound of each figure; writes bench.json"
 	@echo "make test-gpu   the tests that need a GPU; make bench-gpu: the figures that need one, writes bench-gpu.json; both first check"
 	@echo "                what is missing; GPU_PYTHON=python of an environment with torch for CUDA or ROCm"
@@ -54,6 +55,10 @@ SEEDS ?= 10000
 SEED ?=
 sim: $(EVERYTHING)
 	$(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+
+VLLM_SEEDS = $(if $(filter command environment,$(firstword $(origin SEEDS))),$(SEEDS),1000)
+sim-vllm: $(EVERYTHING)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sim --vllm $(if $(SEED),--seed $(SEED),--seeds $(VLLM_SEEDS))
 
 bench: $(EVERYTHING)
 	$(BIN)/python bench/bench.py

@@ -85,12 +85,10 @@ class Scale:
     hung_lookups: int = 6000
     tier_chunks: int = 100_000
     tier_prompts: int = 100
-    storm: int = 30
-    """Requests that come at once."""
-    storm_rounds: int = 2
     chats: int = 10
     turns: int = 4
     storm_prompts: int = 30
+    """Requests that come at once."""
     storm_rounds: int = 3
     flooding_prompts: int = 24
     queued_prompts: int = 500
@@ -145,8 +143,6 @@ TINY = Scale(
     hung_lookups=60,
     tier_chunks=256,
     tier_prompts=4,
-    storm=3,
-    storm_rounds=1,
     chats=3,
     turns=2,
     storm_prompts=3,

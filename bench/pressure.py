@@ -4,7 +4,7 @@ The chats of chats.py need about 0.44 GiB. Here they run with a model of a quart
 depots of a quarter of the sizes that the figures name: as many chunks. A depot with room for all is the lower bound of
 the prompt tokens that the engine computes. The second bound is a depot of the same size that knows the queue in advance
 (clairvoyant.py), under the same engine: its own cache, and the order in which it ran the prompts. Tokens are counted,
-so other load on the machine hardly matters. The other figures are in crowds.py and queued.py.
+so other load on the machine hardly matters. The other figures are in crowds.py, storms.py and queued.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import chats
 import crowds
 import queued
+import storms
 import zmq
 from chats import BLOCKS, Outcome, Restarting, converse
 from clairvoyant import Names, Queued, reaches
@@ -50,6 +51,7 @@ def run(scale: Scale, notes: list[str]) -> Iterator[Figure]:
         folder = write_model(Path(name), MODEL)
         yield from _chats(folder, scale, notes)
         yield from crowds.run(folder, scale, notes)
+        yield from storms.run(scale, notes)
         yield from queued.run(scale, notes)
 
 

@@ -38,7 +38,7 @@ _SLOWER = 3.0
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:
     """The time to first token (p99) and the makespan of a storm of hits, beside the better of the two alternatives."""
-    storm = _storm(0, scale.storm)
+    storm = _storm(0, scale.storm_prompts)
     rounds: dict[str, list[dict[str, Any]]] = {"computed": [], "loaded": [], "chosen": []}
     engines: dict[str, _Engine] = {}
     server, context = Serve(arena_gib=1.0, chunk_size=64), zmq.Context[Any]()
@@ -50,7 +50,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
             engines["computed"] = _Engine(folder, None, 0.0, "computed")
             engines["computed"].serve(_storm(1, _FRESH))
             seconds = engines["computed"].serve(storm)["seconds"]
-            bytes_s = scale.storm * _TOKENS * kv_bytes(_MODEL) / seconds / _SLOWER
+            bytes_s = scale.storm_prompts * _TOKENS * kv_bytes(_MODEL) / seconds / _SLOWER
             for number, choice in enumerate(("loaded", "chosen"), 2):
                 say(f"storms: {choice}, at {bytes_s / 1e6:.0f} MB/s")
                 engines[choice] = _Engine(folder, transfer_config(server.url), bytes_s, choice)
@@ -71,7 +71,9 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
     figures = []
     for what, values in (("p99 of first tokens", p99), ("makespan", whole)):
         best = min((values["loaded"], values["computed"]), key=np.median)
-        figures.append(at_most(f"{scale.storm} hits at once, slow lane: {what}", "s", values["chosen"], best, 1.05))
+        figures.append(
+            at_most(f"{scale.storm_prompts} hits at once, slow lane: {what}", "s", values["chosen"], best, 1.05)
+        )
     return figures
 
 

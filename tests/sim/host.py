@@ -21,7 +21,7 @@ from kvdepot.memory.records import SLOT_BYTES
 from kvdepot.memory.shm import SHM
 from kvdepot.protocol import wire
 from kvdepot.tiers.worker import TierTask
-from tests.sim.content import CHUNK_TOKENS, Model
+from tests.sim.content import CHUNK_TOKENS, Model, chunk_image
 from tests.sim.groups import Hybrid
 from tests.sim.server import Server
 from tests.sim.shared import ArenaFile
@@ -302,6 +302,11 @@ class Host:
     def __post_init__(self) -> None:
         self.network = Network(self.world, self._delay_s)
         self.has_storms = self.world.seed % 8 == 6  # many requests of an engine come at once
+
+    def image(self, layout: bytes, key: bytes, rank: int) -> bytes | None:
+        """The bytes with which a shard must begin; None: nobody has named its chunk."""
+        truth = self.truth.get((layout, key))
+        return None if truth is None else chunk_image(truth[0], rank, truth[1])
 
     def _delay_s(self) -> float:
         spread = self.world.spread

@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from operator import methodcaller
 
 from kvdepot.memory.records import SLOT_BYTES
 from kvdepot.tiers.worker import Find, Load, Save
+from tests.sim.content import CHUNK_TOKENS
 from tests.sim.contract import CONTRACT_MODES, ContractEngine
 from tests.sim.engine import MODES, Engine
 from tests.sim.groups import HYBRIDS, MODELS, TAILED, Hybrid
@@ -40,10 +42,13 @@ class Broken(AssertionError):
 class Run(Host):
     """A host, its engines, and their misfortunes."""
 
+    chunk_tokens = CHUNK_TOKENS
+
     def __init__(self, seed: int, steps: int = STEPS) -> None:
         world = World(seed)
         random = world.random
         config = new_config(
+            self.chunk_tokens,
             max_queued=random.choice([2, 1024, 1024, 1024]),
             drain_s=random.choice([0.2, 5.0]),
             on_stop=random.choice(["remove", "keep"]),
@@ -63,7 +68,7 @@ class Run(Host):
         self.steps_taken = 0
         self._lives = 0
         # Each run has some of the faults, so that some go far into the works and others hit early.
-        self._faults = [fault for fault in FAULTS if world.chance(0.35)]
+        self._faults = [fault for fault in self.faults() if world.chance(0.35)]
         self._faults += [fault for fault in TIER_FAULTS if self.stores and world.chance(0.35)]
         self._every_s = world.spread(0.02, 1.0)
         self._over = False
@@ -80,14 +85,7 @@ class Run(Host):
                 world.after(world.seed % 7 * 2.0, self.start_server)
             else:
                 self.start_server()
-            choose = world.random.choice
-            kinds = self._with_hybrids(
-                [(choose(MODELS), choose(CONTRACT_MODES)) for _ in range(world.random.randint(1, 2))]
-            )
-            for model, mode in kinds:
-                self._start_engine(model, mode)
-            if len(self.engines) == 1 or world.chance(0.3):
-                self._start_engine(*kinds[0])  # somebody to share with
+            self._start_engines()
             world.after(self._every_s, self._misfortune)
             self._run_until(lambda: self.steps_taken >= self._steps, 100_000.0, "the engines' steps")
             self._leave()
@@ -98,6 +96,20 @@ class Run(Host):
             for engine in self.engines:
                 engine.kill_processes()
         return world
+
+    def faults(self) -> list[Callable[..., None]]:
+        """Those that may be drawn for this run, beside the stores'."""
+        return FAULTS
+
+    def _start_engines(self) -> None:
+        world, choose = self.world, self.world.random.choice
+        kinds = self._with_hybrids(
+            [(choose(MODELS), choose(CONTRACT_MODES)) for _ in range(world.random.randint(1, 2))]
+        )
+        for model, mode in kinds:
+            self._start_engine(model, mode)
+        if len(self.engines) == 1 or world.chance(0.3):
+            self._start_engine(*kinds[0])  # somebody to share with
 
     def _run_until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
         world = self.world
@@ -355,13 +367,13 @@ class Run(Host):
                 act(engine)
 
     def clear(self) -> None:
-        self._let_some_engine(Engine.clear)
+        self._let_some_engine(methodcaller("clear"))
 
     def pin(self) -> None:
-        self._let_some_engine(Engine.pin)
+        self._let_some_engine(methodcaller("pin"))
 
     def forget(self) -> None:
-        self._let_some_engine(Engine.forget)
+        self._let_some_engine(methodcaller("forget"))
 
     def hang_tier(self) -> None:
         store = self.world.random.choice(self.stores)

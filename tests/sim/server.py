@@ -58,7 +58,7 @@ class Server(Checks, Harness):
         self.asker = b""  # who asked for it
         self.asked_shards = 0  # in all stores that were begun
         self.bytes = file.bytes
-        file.owner = self  # the lock first, then the header: a client may look in between
+        file.owner = file.server = self  # the lock first, then the header: a client may look in between
         self.world.after(0.001 * self.world.random.random(), self._begin)
 
     def __repr__(self) -> str:

@@ -33,6 +33,7 @@ class ArenaFile:
     boot: bytes = b""  # what its header says
     secret: bytes = b""  # of that server
     owner: Server | None = None  # who holds its lock
+    server: Server | None = None  # who held it last
     left: dict[ShardName, int] | None = None  # shards that its last server had recorded, and their chunks' depths
     flips: set[int] = field(default_factory=set)  # where a bit of a sealed chunk was flipped
     table_flipped: bool = False  # since the last server began

@@ -10,13 +10,15 @@ number of the last token, in the block in which vLLM's runners keep it: that of 
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -82,9 +84,12 @@ class Worker:
 
         ensure_kv_transfer_initialized(config, caches)
         self.config, self.window, self.block = config, window, block
-        self.kv = {name: torch.zeros(caches.num_blocks, 1, block, 8, dtype=torch.bfloat16) for name in LAYERS}
+        shapes = dict.fromkeys(LAYERS, (caches.num_blocks, 1, block, 8))
         if len(caches.kv_cache_groups) > 1:
-            self.kv[STATE] = torch.zeros(caches.num_blocks, 1, 1, 8, dtype=torch.bfloat16)
+            shapes[STATE] = caches.num_blocks, 1, 1, 8
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        parts = torch.zeros(sum(sizes), dtype=torch.bfloat16).split(sizes)
+        self.kv = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
         self.connector = get_kv_transfer_group()
         self.v2 = get_kv_connector(config, self.kv)
         self.rows: dict[str, Row] = {}
@@ -93,6 +98,7 @@ class Worker:
         self.begun: dict[str, list[int]] = {}  # tokens that were there whenever a request came into the batch
         self.weights = b""  # what it computes follows from them, too
         self.may_read_wrong = False  # what then follows is wrong, too, and nobody may hear of it
+        self.computing: Callable[[int], None] = lambda tokens: None  # called before a step computes, and after
 
     def step(self, planned: Any) -> Any:
         """As in vllm/v1/worker/gpu/model_runner.py."""
@@ -139,6 +145,7 @@ class Worker:
     def _forward(self, planned: Any) -> dict[str, list[int]]:
         """Compute the step's tokens. Returns what each request says."""
         said = {}
+        self.computing(planned.total_num_scheduled_tokens)
         for request_id, number in planned.num_scheduled_tokens.items():
             row = self.rows[request_id]
             start, end = row.computed, row.computed + number
@@ -153,6 +160,7 @@ class Worker:
             if row.is_wrong:
                 said[request_id] = [(token + 1) % VOCABULARY for token in said[request_id]]
             row.computed = end
+        self.computing(planned.total_num_scheduled_tokens)
         return said
 
     def _place(self, row: Row, start: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,13 +215,13 @@ class Engine:
     def __init__(
         self, url: str, model: Path, steps: int = 1, blocks: int = 64, window: int = 0, states: Sequence[int] = (),
         plans_ahead: bool = True, writer: str = "", beside: Sequence[dict[str, Any]] = (), policy: str = "fcfs",
-        **extra: Any,
+        arguments: Mapping[str, Any] = MappingProxyType({}), **extra: Any,
     ) -> None:  # fmt: skip
         """beside: settings of connectors behind ours, below MultiConnector; none: ours alone. writer: the name under
         which it stores; empty: that of all engines in this process. steps: how many are under way at a time, 2 with
         asynchronous scheduling. policy: by which vLLM orders its queue. window: of sliding windows; 0: full attention.
         states: tokens of a block, and of vLLM's hashes, of a model with states beside full attention, as Qwen3-Next;
-        empty: without. extra: our settings.
+        empty: without. arguments: more of vLLM's. extra: our settings.
         """
         from vllm.config import KVTransferConfig, set_current_vllm_config
         from vllm.engine.arg_utils import EngineArgs
@@ -241,10 +249,13 @@ class Engine:
             }  # fmt: skip
         told = KVTransferConfig(engine_id="one of these", **ours)
         block, unit = states or (BLOCK, BLOCK)
+        given: dict[str, Any] = {
+            "max_num_seqs": 8, "max_num_batched_tokens": max(BATCH, block), "max_model_len": 4096,
+            "scheduling_policy": policy, **arguments,
+        }  # fmt: skip
         self.config = config = EngineArgs(
-            model=str(model), skip_tokenizer_init=True, kv_transfer_config=told, block_size=block, max_num_seqs=8,
-            max_num_batched_tokens=max(BATCH, block), max_model_len=4096, async_scheduling=steps > 1,
-            scheduling_policy=policy,
+            model=str(model), skip_tokenizer_init=True, kv_transfer_config=told, block_size=block,
+            async_scheduling=steps > 1, **given,
         ).create_engine_config()  # fmt: skip
         config.scheduler_config.async_scheduling = steps > 1 and plans_ahead  # vLLM turns it off on CPUs
         config.instance_id = "one of these"  # files that this process has written are shared with no other engine
@@ -270,14 +281,16 @@ class Engine:
             )  # fmt: skip
             self.worker = Worker(config, caches, window, block)
         self._steps = steps
+        self.scheduled: Callable[[Any], None] = lambda planned: None  # called with each step before workers have it
         self._under_way: deque[tuple[Any, Any]] = deque()
         self.told: dict[str, Any] = {}  # the `kv_transfer_params` of the outputs of requests that have finished
 
     def add(
         self, name: str, prompt: Sequence[int], says: int = 8, stops: Sequence[int] = (), hints: Any = None,
-        priority: int = 0,
+        **fields: Any,
     ) -> Any:  # fmt: skip
-        """Add a request that says this many tokens, or up to one of `stops`. Returns vLLM's object."""
+        """Add a request that says this many tokens, or up to one of `stops`. fields: more of vLLM's object, which it
+        returns."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
@@ -285,7 +298,7 @@ class Engine:
             max_tokens=says, ignore_eos=True, detokenize=False, stop_token_ids=[*stops],
             extra_args={"kv_transfer_params": hints} if hints else None,
         )  # fmt: skip
-        made = Request(name, list(prompt), params, None, block_hasher=self._hasher, priority=priority)
+        made = Request(name, list(prompt), params, None, block_hasher=self._hasher, **fields)
         self.worker.texts[name] = Text(prompt)
         self.worker.prompts[name] = len(prompt)
         self.scheduler.add_request(made)
@@ -295,18 +308,26 @@ class Engine:
         """As vLLM's engine core: `step`, or `step_with_batch_queue` with several steps under way."""
         if self.scheduler.has_requests():
             planned = self.scheduler.schedule()
+            self.scheduled(planned)
             self._under_way.append((planned, self.worker.step(planned)))
             if len(self._under_way) < self._steps and planned.total_num_scheduled_tokens:
                 return
-        if self._under_way:
-            planned, output = self._under_way.popleft()
+        self.take(1)
+
+    def take(self, outputs: int) -> None:
+        """Take the outputs of at most so many steps that are under way."""
+        for planned, output in [self._under_way.popleft() for _ in range(min(outputs, len(self._under_way)))]:
             for said in self.scheduler.update_from_output(planned, output).values():
                 self.told |= {each.request_id: each.kv_transfer_params for each in said.outputs if each.finished}
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.scheduler.has_requests() or self._under_way)
 
     def work(self) -> None:
         """Step until there is nothing left to do."""
         deadline = time.monotonic() + HANG_S
-        while self.scheduler.has_requests() or self._under_way:
+        while self.is_busy:
             assert time.monotonic() < deadline, f"never ended: {list(self.scheduler.requests)}"
             self.step()
 
@@ -327,6 +348,20 @@ class Engine:
 
         self.scheduler.shutdown()
         ensure_kv_transfer_shutdown()
+
+
+@contextlib.contextmanager
+def process_groups(file: Path) -> Iterator[None]:
+    """vLLM's, of the one worker that is in this process. file: a new one."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(1, 0, f"file://{file}", 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+    yield
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
 
 
 def lose_server(engine: Engine, depot: Depot, request_id: str) -> None:

@@ -85,17 +85,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def process_groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """vLLM's, of the one worker that is in this process."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
-
-    file = tmp_path_factory.mktemp("groups") / "file"
-    with set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(1, 0, f"file://{file}", 0, "gloo")
-        parallel_state.initialize_model_parallel(1, 1)
-    yield
-    parallel_state.destroy_model_parallel()
-    parallel_state.destroy_distributed_environment()
+    with by_hand.process_groups(tmp_path_factory.mktemp("groups") / "file"):
+        yield
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def stored_by(match: Match, keys: bytes, withdrawals: int) -> tuple[wire.WriterR
     while at:
         end, writers, known = at, _writers(parts := _parts(groups, keys, at - 1)), 0
         while at and not known and _writers(others := _parts(groups, keys, at - 1)) == writers:
-            known = others[0].run if len(groups) == 1 and others[0].run_as_of == withdrawals else 0
+            known = others[0].run if len(groups) == len(others) == 1 and others[0].run_as_of == withdrawals else 0
             at -= known or 1
         for part in parts:
             part.run, part.run_as_of = end - at, withdrawals

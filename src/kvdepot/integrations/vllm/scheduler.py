@@ -208,6 +208,7 @@ class SchedulerHalf:
         self._depot.speed, tracked.waits_since = self._prefill.speed, 0.0
         tracked.enter(RequestPhase.LOOKING)
         self._depot.writers = bool(self._trust.name)
+        self._depot.place = self._passes.place(request)
         self._depot.layout = self._in_step.arena.layout
         if self._may_load and not request.skip_reading_prefix_cache:
             most = self._most_chunks(tracked)
