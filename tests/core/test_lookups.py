@@ -401,7 +401,7 @@ def test_a_queue_is_answered_in_order_and_leaves_room_for_other_clients() -> Non
     assert desk.answers[third] == 12
 
 
-def test_a_queue_is_answered_by_place_then_by_arrival_and_other_queues_are_not_asked() -> None:
+def test_a_queue_is_answered_by_place_then_arrival_and_other_queues_are_not_asked() -> None:
     desk = with_prompts("a", "b", "c", "d", chunks=12, pages=60)
     places = {"a": 0, "b": 5, "c": 5, "d": -3}
     asked = [desk.send(b"one", replace(queued(lookup(prompt(x, 12), x)), place=places[x])) for x in "abcd"]
