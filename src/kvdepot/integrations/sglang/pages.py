@@ -296,8 +296,9 @@ class PageStore:
         request, before = f"sglang-{self._session}-{next(self._numbers)}", prefix or ()
         readers = int(pool.rank == 0 and name == KV)  # else the server would count each rank's lookup
         prompt = PromptChunks(pool.spec, hash_keys([*before, *keys]), is_chained=prefix is not None)
-        answer = ask(self._client, prompt.probe(request, readers, len(before)), int, LOOKUP_S)
-        return min(max(answer.result(LOOKUP_S + self._client.lookup_s) - len(before), 0), len(keys))
+        answer = ask(self._client, prompt.probe(request, readers, len(before)), wire.Hit, LOOKUP_S)
+        found = answer.result(LOOKUP_S + self._client.lookup_s).chunks
+        return min(max(found - len(before), 0), len(keys))
 
     def present(self, name: str, keys: Sequence[str]) -> list[bool]:
         """Which of `keys` are in memory on all ranks. Blocks a second. Raises KVDepotError."""
