@@ -300,7 +300,7 @@ def test_a_store_has_the_depth_of_the_first_request_that_lacks_one_of_its_chunks
     assert index.wants.waiting_for(namespace, *keys("c", 2)) is None
 
 
-def test_a_chunk_that_takes_the_place_of_its_tail_keeps_the_depth_of_the_earlier_want() -> None:
+def test_a_chunk_that_takes_the_place_of_its_tail_keeps_the_earlier_wants_depth() -> None:
     index, namespace = house(6, a=3, b=3)
     said(index, "engine", top(namespace, "b", 1), size=1)  # depth 0
     said(index, "engine", top(namespace, "a", 3), size=3)  # 1
