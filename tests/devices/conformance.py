@@ -45,6 +45,9 @@ class Memory:
     def __init__(self, pages: int = ARENA_PAGES) -> None:
         self.bytes: Bytes = np.frombuffer(mmap.mmap(-1, pages * PAGE), np.uint8)
 
+    def is_freed(self) -> bool:
+        return False
+
 
 try:
     from hypothesis import HealthCheck, given, settings

@@ -31,6 +31,10 @@ class SharedFile(Memory):
         os.pwrite(self.fd, bytes(len(allocated) * PAGE), allocated.start * PAGE)
         self.mapped = mmap.mmap(self.fd, pages * PAGE)
         self.bytes = np.frombuffer(self.mapped, np.uint8)
+        self.freed = False
+
+    def is_freed(self) -> bool:
+        return self.freed
 
     def allocated_pages(self) -> int:
         return os.fstat(self.fd).st_blocks * 512 // PAGE
@@ -66,6 +70,16 @@ def test_an_arena_that_is_followed_is_entered_before_a_copy_and_holes_stay_holes
     assert blocks.follow(arena).wait(HANG_S)
     assert arena.resident_pages() >= 200
     assert arena.allocated_pages() == 200
+    blocks.close()
+
+
+def test_pages_that_are_entered_after_the_server_has_freed_them_are_freed_again() -> None:
+    kv = np.zeros(PAGE, np.uint8)
+    blocks = HostBlocks(Layout([Mapping("kv", PAGE)], [Segment(0, 0, PAGE, PAGE)], 1, bytes(32)), {"kv": kv})
+    arena = SharedFile(2 * ENTERED_BYTES // PAGE, range(100))
+    arena.freed = True
+    assert blocks.follow(arena).wait(HANG_S)
+    assert arena.allocated_pages() == 0
     blocks.close()
 
 

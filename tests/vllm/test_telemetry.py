@@ -71,7 +71,7 @@ def test_metrics_and_log_of_an_engine_say_what_it_did(site: Site) -> None:
         "store_seconds": metrics["vllm:kvdepot_store_seconds"],
         "retrieved_shards": 2, "retrieved_bytes": moved["retrieved_bytes"], "retrieve_failed_shards": 0,
         "retrieve_seconds": 1, "decoded_chunks": 0, "continued_chunks": 0,
-        "uncached_requests": 0, "refused_hints": 0, "computed_tokens": 0, "lease_errors": 0,
+        "uncached_requests": 0, "refused_hints": 0, "computed_tokens": 0, "stalls_broken": 0, "lease_errors": 0,
     }.items()}  # fmt: skip
     assert moved["stored_bytes"] == moved["retrieved_bytes"] > 0
     assert 1 <= metrics["vllm:kvdepot_store_seconds"] <= 2

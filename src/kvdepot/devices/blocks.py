@@ -34,6 +34,9 @@ class ArenaBytes(Protocol):
 
     bytes: Bytes
 
+    def is_freed(self) -> bool:
+        """Whether its server has removed it and freed its memory, which nobody used any more."""
+
 
 @dataclass(slots=True)
 class CopyPiece:

@@ -84,6 +84,9 @@ class _Scratch:
 
     bytes: Bytes
 
+    def is_freed(self) -> bool:
+        return False
+
 
 _kept = threading.local()
 

@@ -133,7 +133,7 @@ def _use_all_processors() -> None:
 
 
 def _pages_of(arena: ArenaBytes) -> _Pages:
-    return _pages.get(arena) or _pages.setdefault(arena, _Pages(arena.bytes))
+    return _pages.get(arena) or _pages.setdefault(arena, _Pages(arena))
 
 
 class _Pages:
@@ -142,9 +142,9 @@ class _Pages:
     Any thread; two may enter a page twice. Invariant: no hole of the file is entered, which would allocate it.
     """
 
-    def __init__(self, memory: Bytes) -> None:
-        self._memory = memory
-        self._entered = np.zeros(-(-len(memory) // mmap.PAGESIZE), np.bool_)
+    def __init__(self, arena: ArenaBytes) -> None:
+        self._arena, self._memory = weakref.ref(arena), arena.bytes
+        self._entered = np.zeros(-(-len(self._memory) // mmap.PAGESIZE), np.bool_)
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._ended: threading.Event | None = None  # of the thread's work
@@ -193,6 +193,10 @@ class _Pages:
         allocated = np.frombuffer(shm.allocated(self._memory.ctypes.data + start, size), np.bool_)
         edges = np.flatnonzero(np.diff(allocated & ~entered, prepend=False, append=False)) + first
         self.enter([(low * mmap.PAGESIZE, (high - low) * mmap.PAGESIZE) for low, high in edges.reshape(-1, 2).tolist()])
+        arena = self._arena()
+        if arena is not None and arena.is_freed():  # and these pages may have been allocated again since
+            shm.free_mapped(self._memory.ctypes.data + start, size)
+            self.stop()
 
 
 class _Plan(NamedTuple):

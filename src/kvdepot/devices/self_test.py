@@ -85,6 +85,9 @@ class _TestArena:
     def __init__(self, size: int) -> None:
         self.bytes: Bytes = np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
+    def is_freed(self) -> bool:
+        return False
+
 
 def _test(blocks: Sequence[BlockMemory], given_up: threading.Event) -> CopySpeed:
     groups = [_Group(number, each, given_up) for number, each in enumerate(blocks)]

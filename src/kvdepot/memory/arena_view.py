@@ -25,7 +25,7 @@ import numpy.typing as npt
 from kvdepot import locks
 from kvdepot.errors import ProtocolError, Unavailable
 from kvdepot.memory import shm
-from kvdepot.memory.arena_header import WITHDRAWALS_OFFSET, ArenaHeader
+from kvdepot.memory.arena_header import MAGIC, WITHDRAWALS_OFFSET, ArenaHeader
 
 _MOST_RANGES = 256
 """Ranges of one use; of more, all that lies between them is used."""
@@ -75,6 +75,10 @@ class ArenaView:
     def withdrawals(self) -> int:
         """The number of times that the server has hidden chunks from those who had found them."""
         return int.from_bytes(self.bytes[WITHDRAWALS_OFFSET : WITHDRAWALS_OFFSET + 8].tobytes(), "little")
+
+    def is_freed(self) -> bool:
+        """Whether its server has removed it and freed its memory, which nobody used any more."""
+        return self._fd >= 0 and not any(os.pread(self._fd, len(MAGIC), 0))
 
     @contextlib.contextmanager
     def use(self, extents: Iterable[tuple[int, int]]) -> Iterator[npt.NDArray[np.uint8]]:

@@ -40,6 +40,7 @@ _MAKING_S = 60.0
 """A file that has had a hidden name for longer than this was left by a dead process."""
 _SECRET_BYTES = 16
 _TMPFS, _HUGETLBFS = 0x01021994, 0x958458F6
+_MADV_REMOVE = 9
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _PUNCH_HOLE = 3  # and keep the size
@@ -131,6 +132,11 @@ def allocated(address: int, size: int) -> bytearray:
 def free(fd: int, size: int) -> None:
     """Free the memory of the first bytes of a file, also where others have mapped them; they read zeros then."""
     _libc.fallocate(fd, _PUNCH_HOLE, 0, size)
+
+
+def free_mapped(address: int, size: int) -> None:
+    """Free the memory of a mapped range of a file, also where others have mapped it; it reads zeros then."""
+    _libc.madvise(address, size, _MADV_REMOVE)
 
 
 def advise_huge(address: int, size: int) -> None:
