@@ -195,20 +195,22 @@ class Waits:
             if search.lease is not None and search.deadline <= self._server.world.now:
                 self._late |= self._written(search.request)
 
-    def storing(self, client: Client) -> set[tuple[int, bytes]]:
-        """The parts that a client is storing."""
+    def awaited(self, client: Client) -> set[tuple[int, bytes]]:
+        """The parts that a client is storing and that lookups of others wait for."""
+        server = self._server
         stores = [each for each in client.operations.values() if isinstance(each.request, wire.Store)]
-        return {(chunk.namespace.number, chunk.key) for each in stores for chunk, _ in each.chunks}
+        parts = {(chunk.namespace.number, chunk.key) for each in stores for chunk, _ in each.chunks}
+        if server.host.stores or not parts:
+            return set()
+        others = [request for asked, (_, request, _) in server._lookups.items() if asked[0] != client.identity]
+        return {part for request in others for part in parts & self._coming(request)}
 
-    def died(self, identity: bytes, storing: set[tuple[int, bytes]]) -> None:
-        """A client is found dead, which was storing these parts."""
+    def died(self, identity: bytes, awaited: set[tuple[int, bytes]]) -> None:
+        """A client is found dead, which was storing these parts for which others waited."""
         server, counters = self._server, self._server.world.counters
-        if server.host.stores:
-            return
-        waits = [asked for asked in server._lookups if asked[0] == identity]
-        counters["asker_died_while_waiting"] += bool(waits)
-        others = [request for asked, (_, request, _) in server._lookups.items() if asked not in waits]
-        counters["storer_died_while_awaited"] += any(storing & self._coming(request) for request in others)
+        is_asker = any(asked[0] == identity for asked in server._lookups)
+        counters["asker_died_while_waiting"] += is_asker and not server.host.stores
+        counters["storer_died_while_awaited"] += bool(awaited)
 
     def _coming(self, request: wire.Lookup) -> set[tuple[int, bytes]]:
         """Parts being written that would make a lookup's answer larger."""

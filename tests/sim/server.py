@@ -497,7 +497,7 @@ class Server(Checks, Harness):
         for use in [each for each in self._in_use if not _overlaps(each.extents, uses)]:
             use.end(self.index)
             self._in_use.remove(use)
-        before = {client.identity: self._waits.storing(client) for client in self.depot.clients}
+        before = {client.identity: self._waits.awaited(client) for client in self.depot.clients}
         if self.draining:
             self.act(self.connections.drop_dead())
         else:
