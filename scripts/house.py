@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 42_556,
-    "test lines": 50_603,
+    "source lines": 44_163,
+    "test lines": 53_257,
     "functions with more than 5 parameters": 13,
     "boolean parameters": 65,
     "Any": 97,

@@ -70,6 +70,10 @@ class View:
         self.bytes = file.bytes
         self._host = host
 
+    def is_freed(self) -> bool:
+        """As ArenaView.is_freed; simulated memory stays."""
+        return False
+
     @contextlib.contextmanager
     def use(self, extents: Iterable[tuple[int, int]]) -> Iterator[Bytes]:
         """As ArenaView.use."""
