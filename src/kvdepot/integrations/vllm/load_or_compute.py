@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from kvdepot.integrations.vllm.stats import PrefillSpeed
 
 MARGIN, LEAST_S = 0.05, 0.005
-"""What is faster for a token does all of a hit, unless another division brings the first token sooner by this share of
-its time, and by this many seconds: within the noise of the measurements, the slower machine would be waited for."""
+"""The machine that is faster for a token does all of a hit, unless another division brings the first token sooner by
+this share of its time, and by this many seconds: a choice within the noise of measurements waits for the slower one."""
 _RETRY_S = 10.0
 """Seconds without a load after which a request that should compute everything tries the lanes again."""
 _MOST_TRIED = 0.05
@@ -78,8 +78,8 @@ def first_token_s(hit: Loadable, times: Times, loaded: int) -> float:
 
 
 def soonest(hit: Loadable, times: Times) -> int:
-    """The tokens of a hit to load: all where lanes are faster for a token than the model, and none where they are slower,
-    unless another part brings the first token clearly sooner."""
+    """The tokens of a hit to load: all where lanes are faster for a token than the model, and none where they are
+    slower, unless another part brings the first token clearly sooner."""
     ends = {0, hit.tokens}
     if hit.step and times.load_s > 0:
         # Up to where both queues end together, each token that is loaded saves its computation, and costs nothing.
