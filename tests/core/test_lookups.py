@@ -282,6 +282,17 @@ def test_after_a_store_that_hangs_the_tiers_are_asked_for_the_rest() -> None:
     assert there.answers[asked] == 0
 
 
+def test_a_lookup_that_names_a_chunk_twice_holds_it_no_longer_than_it_waits(desk: Desk) -> None:
+    first, second = bytes(prompt("a", 1).hashes), bytes(prompt("b", 1).hashes)
+    desk.ask(b"one", store(prompt("a", 1)))
+    begin(desk, store(prompt("b", 1)))
+    asked = desk.send(b"two", replace(lookup(prompt("a", 1)), hashes=2 * first + second))
+    assert unheard(desk, asked)
+    desk.settle()
+    assert asked in desk.answers
+    assert_quiet(desk)
+
+
 # -- room
 
 
@@ -414,6 +425,17 @@ def test_a_queue_is_answered_by_place_then_arrival_and_other_queues_are_not_aske
         go_on(desk)
         heard.append(next_one)
         assert sorted(x for x, each in zip("abcd", asked, strict=True) if each in desk.answers) == sorted(heard)
+
+
+def test_a_queued_lookup_goes_on_when_the_one_before_it_is_given_up() -> None:
+    desk = with_prompts(pages=16)
+    for name, chunks in (("a", 4), ("b", 6), ("c", 1)):
+        desk.ask(b"one", store(prompt(name, chunks)))
+    _, _, small = (desk.send(b"one", queued(lookup(prompt(*each), each[0]))) for each in (("a", 4), ("b", 6), ("c", 1)))
+    assert unheard(desk, small)
+    desk.send(b"one", wire.EndSession("b"))
+    go_on(desk)
+    assert desk.answers[small] == 1
 
 
 @pytest.mark.parametrize("place", [wire.MAX_PLACE + 1, -wire.MAX_PLACE - 1, 1 << 62])

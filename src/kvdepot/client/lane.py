@@ -58,6 +58,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.001
 """The pause between two looks at events doubles while nothing happens: each look takes the GIL from the engine."""
 _IDLE_S = 0.5
 """Without events, the thread looks this often at what is overdue."""
+_MAP_AGAIN_S = 0.5
+"""An arena that could not be mapped is tried again after this long, or before a copy."""
 _CLOSE_S = 5.0
 _COMPLAIN_S = 30.0
 
@@ -107,6 +109,7 @@ class Lane:
         self._answers: deque[tuple[LaneOperation, object]] = deque()
         self._wake_fd = -1
         self._ended = threading.Event()  # the thread has: two threads must not join one in CPython 3.11
+        self._unmapped: tuple[tuple[str, bytes], float] = ("", b""), 0.0  # that could not be mapped; until it is tried
         self._followed: dict[int, tuple[str, bytes]] = {}  # by instance: the arena that its blocks follow
         self._added: list[BlockMemory] = []  # the thread does not know them yet
         self._next_check = 0.0
@@ -474,12 +477,14 @@ class Lane:
             is_copying = self._copying is not None
             memories = [each for each in self._memories.items() if is_copying or each[1].device is None]
             due = {instance: blocks for instance, blocks in memories if self._followed.get(instance) != arena}
-        if not due or not arena[0]:
+        is_early = self._unmapped[0] == arena and not is_copying and self._clock() < self._unmapped[1]
+        if not due or not arena[0] or is_early:
             return
         try:
             view = self.arenas.of(*arena)
         except KVDepotError as exc:
             log.debug("the arena is not mapped yet: %s", exc)
+            self._unmapped = arena, self._clock() + _MAP_AGAIN_S
             return
         with self._changed:  # so that none is closed meanwhile
             for instance, blocks in due.items():

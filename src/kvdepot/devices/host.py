@@ -146,6 +146,7 @@ class _Pages:
         self._arena, self._memory = weakref.ref(arena), arena.bytes
         self._entered = np.zeros(-(-len(self._memory) // mmap.PAGESIZE), np.bool_)
         self._lock = threading.Lock()
+        self._followers = 0
         self._stopping = threading.Event()
         self._ended: threading.Event | None = None  # of the thread's work
 
@@ -160,43 +161,51 @@ class _Pages:
     def start(self) -> threading.Event:
         """Enter all pages that have memory now, in the background. Returns an event that is set at the end."""
         with self._lock:
-            self._stopping.clear()
-            if self._ended is None or self._ended.is_set():
+            self._followers += 1
+            if self._ended is None or self._ended.is_set() or self._stopping.is_set():
+                self._stopping = threading.Event()
                 self._ended = threading.Event()
                 try:
-                    threading.Thread(target=self._run, args=[self._ended], name="kvdepot-pages", daemon=True).start()
+                    work = self._ended, self._stopping
+                    threading.Thread(target=self._run, args=work, name="kvdepot-pages", daemon=True).start()
                 except RuntimeError:  # there can be no thread: pages are entered as they are used
                     self._ended.set()
             return self._ended
 
     def stop(self) -> None:
-        """End that early. Never blocks."""
-        self._stopping.set()
+        """One of those who have started it needs it no more; after the last one it ends early. Never blocks."""
+        with self._lock:
+            self._followers -= 1
+            if not self._followers:
+                self._stopping.set()
 
-    def _run(self, ended: threading.Event) -> None:
+    def _run(self, ended: threading.Event, stopping: threading.Event) -> None:
         _use_all_processors()
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
             for start in range(0, len(self._memory), ENTERED_BYTES):
-                if self._stopping.is_set():
+                if stopping.is_set():
                     break
-                self._enter_allocated(start, min(ENTERED_BYTES, len(self._memory) - start))
+                if not self._enter_allocated(start, min(ENTERED_BYTES, len(self._memory) - start)):
+                    break
         finally:
             ended.set()
 
-    def _enter_allocated(self, start: int, size: int) -> None:
+    def _enter_allocated(self, start: int, size: int) -> bool:
+        """Enter what has memory of this range. Returns whether the arena is still a server's."""
         first, pages = start // mmap.PAGESIZE, -(-size // mmap.PAGESIZE)
         entered = self._entered[first : first + pages]
         if entered.all():
-            return
+            return True
         allocated = np.frombuffer(shm.allocated(self._memory.ctypes.data + start, size), np.bool_)
         edges = np.flatnonzero(np.diff(allocated & ~entered, prepend=False, append=False)) + first
         self.enter([(low * mmap.PAGESIZE, (high - low) * mmap.PAGESIZE) for low, high in edges.reshape(-1, 2).tolist()])
         arena = self._arena()
-        if arena is not None and arena.is_freed():  # and these pages may have been allocated again since
-            shm.free_mapped(self._memory.ctypes.data + start, size)
-            self.stop()
+        if arena is None or not arena.is_freed():
+            return True
+        shm.free_mapped(self._memory.ctypes.data + start, size)  # these pages may have been allocated again since
+        return False
 
 
 class _Plan(NamedTuple):

@@ -19,7 +19,7 @@ import numpy as np
 from kvdepot.devices.blocks import BlockMemory, CopyPiece
 from kvdepot.errors import DeviceError
 from kvdepot.memory.allocator import PAGE, Allocator, Extents
-from kvdepot.memory.extents import Bytes
+from kvdepot.memory.extents import Bytes, checksum
 from kvdepot.protocol.layout import Segment
 
 _MOST_BLOCKS = 8
@@ -92,6 +92,7 @@ class _TestArena:
 def _test(blocks: Sequence[BlockMemory], given_up: threading.Event) -> CopySpeed:
     groups = [_Group(number, each, given_up) for number, each in enumerate(blocks)]
     scratch = _TestArena(max(group.arena_bytes for group in groups))
+    checksum(scratch.bytes, ((0, PAGE),), PAGE)  # imports its library now, and not in the first copy
     for group in groups:
         group.check(scratch, "")
     prepared = [group.blocks.follow(scratch) for group in groups if group.blocks.device is not None]

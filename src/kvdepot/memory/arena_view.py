@@ -78,7 +78,9 @@ class ArenaView:
 
     def is_freed(self) -> bool:
         """Whether its server has removed it and freed its memory, which nobody used any more."""
-        return self._fd >= 0 and not any(os.pread(self._fd, len(MAGIC), 0))
+        if self._fd < 0 or os.fstat(self._fd).st_nlink:
+            return False  # a file with a name may be a server's that is about to write its header
+        return not any(os.pread(self._fd, len(MAGIC), 0))
 
     @contextlib.contextmanager
     def use(self, extents: Iterable[tuple[int, int]]) -> Iterator[npt.NDArray[np.uint8]]:

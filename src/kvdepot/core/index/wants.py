@@ -216,6 +216,7 @@ class Wants:
     def lost(self, chunk: Chunk, before: Chunk | None) -> None:
         """A wanted chunk is gone: the one before it in its chain, if there is one, is wanted instead, and this one is
         the first that is missing."""
+        before = None if before is None or before.gone else before
         for want in self._wanters.pop(id(chunk)):
             self._wait_for(want, (chunk.namespace.groups[0].number, chunk.key))
             del want.tops[id(chunk)]

@@ -257,15 +257,16 @@ class Lookups:
             del others[search]
             if not others:
                 del self._awaiting[id(search.part)]
-        elif phase is _TIERS:
+        elif phase is _TIERS and search.tiers is not None:
             self._budget.has_freed = True  # another tier search may begin, although a lease's had no share
 
     def _hold(self, search: Search, chunks: list[Chunk]) -> None:
         before = list(search.held.values())
-        self._index.hold(chunks)  # first, so that chunks of both stay held
+        held = {(chunk.namespace.number, chunk.key): chunk for chunk in chunks}  # a prompt may name one twice
+        self._index.hold(list(held.values()))  # first, so that chunks of both stay held
         self._index.release(before)
         search.held.clear()
-        search.held.update({(chunk.namespace.number, chunk.key): chunk for chunk in chunks})
+        search.held.update(held)
 
     def _want(self, search: Search, match: Match) -> None:
         """Let a search want what memory has of its prompt, and wait for the chunk behind that, at its place in the
@@ -289,6 +290,8 @@ class Lookups:
     def _close(self, search: Search) -> None:
         """A search is answered, and its session or lease holds what was found."""
         if search.phase is not SearchPhase.ASKED:
+            if search.phase in (SearchPhase.ROOM, _WANTED):
+                self._budget.has_freed = True  # one behind it may fit
             self._leave(search)
             self._hold(search, [])
             del self._searches[search.name]

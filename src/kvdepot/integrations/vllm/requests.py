@@ -130,6 +130,8 @@ class RequestLoad:
     """The step that copies or proves it."""
     has_failed: bool = False
     """On some rank; the last rank may end it some steps later."""
+    saved: tuple[int, float] = (0, 0.0)
+    """Tokens and seconds that were counted as saved by it."""
 
 
 @dataclass

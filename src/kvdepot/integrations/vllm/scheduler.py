@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm.logger import init_logger
 
 from kvdepot.client import admin
-from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
+from kvdepot.client.scheduler import LOOKUP_S, Cached, Pending, SchedulerClient
 from kvdepot.client.transfer import PromptChunks, Transfer
 from kvdepot.integrations.vllm.answers import Answers
 from kvdepot.integrations.vllm.events import Descriptions
@@ -235,10 +235,13 @@ class SchedulerHalf:
         self.on_new_request(request)  # in case vLLM has not announced it
         tracked = self._tracked.get(request.request_id)
         told: tuple[int | None, bool] = None, False
+        if tracked is not None and tracked.phase is RequestPhase.LOADED:  # but nothing came: its blocks are others' now
+            tracked.enter(RequestPhase.COMPUTING)
+            tracked.load = None
         if not self._passes.must_wait(request.request_id):
             told = self._match(tracked, num_computed_tokens) if tracked is not None else (0, False)
         is_copying = tracked is not None and tracked.phase in IN_STEP
-        limit_s = max(self._times(request.num_tokens - num_computed_tokens))
+        limit_s = max(self._times(request.num_tokens - num_computed_tokens)) + LOOKUP_S  # of a hurried lookup, too
         if told[0] is None and not is_copying and self._passes.stands_still(limit_s):
             told = 0, False
             self.stats.add("stalls_broken")
@@ -254,9 +257,6 @@ class SchedulerHalf:
             return 0, False
         if tracked.phase in IN_STEP:
             return None, False  # preempted, and its last load may not have been copied: its session goes on
-        if tracked.phase is RequestPhase.LOADED:  # but nothing came: the blocks of its load are not its own any more
-            tracked.enter(RequestPhase.COMPUTING)
-            tracked.load = None
         if request.num_preemptions > tracked.preemptions and tracked.is_cached:
             tracked.preemptions = request.num_preemptions
             if tracked.phase is RequestPhase.COMPUTING:
@@ -265,10 +265,10 @@ class SchedulerHalf:
                 except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
                     self._stop_caching(request.request_id, exc)
         most = min(len(tracked.prompt.chain), self._most_chunks(tracked))
-        wanted = request.num_tokens if tracked.hints.most_loaded is None else most * self._chunk_tokens
+        reach = max(most * self._chunk_tokens, *(tail.tokens for tail in tracked.tails), 0)
+        wanted = request.num_tokens if tracked.hints.most_loaded is None else reach
         missing, own = max(0, wanted - num_computed_tokens), min(num_computed_tokens, most * self._chunk_tokens)
         tracked.offered = wire.Asked(missing, 0, own) if tracked.phase in ASKING else None
-        reach = max(most * self._chunk_tokens, *(tail.tokens for tail in tracked.tails), 0)
         if tracked.phase not in ASKING or reach <= num_computed_tokens:
             return 0, False  # the depot cannot add anything: no need to wait for its answer
         begun = time.monotonic()
@@ -378,12 +378,13 @@ class SchedulerHalf:
             self._next.step_loads.append(load)
             shards = self._ranks * (piece.end - piece.first)
             tracked.copied = tracked.copied[0] + shards, tracked.copied[1] + shards * held.size
-        self._count_saved(tracked, tracked.load.tokens)
+        self._count_saved(tracked, tracked.load)
 
-    def _count_saved(self, tracked: Tracked, tokens: int) -> None:
-        """A request does not compute these tokens."""
-        tracked.saved_tokens += tokens
-        tracked.saved_s += tokens / self._prefill.speed if self._prefill.speed else 0.0
+    def _count_saved(self, tracked: Tracked, load: RequestLoad) -> None:
+        """A request does not compute the tokens of a load."""
+        load.saved = load.tokens, load.tokens / self._prefill.speed if self._prefill.speed else 0.0
+        tracked.saved_tokens += load.saved[0]
+        tracked.saved_s += load.saved[1]
 
     def _load_ended(self, tracked: Tracked, load: RequestLoad) -> None:
         """A load has ended on all ranks: count the tokens that it saved, or offer its chunks again if it failed.
@@ -393,7 +394,7 @@ class SchedulerHalf:
         """
         tracked.enter(RequestPhase.LOADED)
         if not load.has_failed:
-            self._count_saved(tracked, load.tokens)
+            self._count_saved(tracked, load)
             return
         request_id = tracked.request.request_id
         if self._trust.name:  # it may have met another writer's chunk
@@ -418,7 +419,7 @@ class SchedulerHalf:
         self._compare_incarnations()
         self._leases.check_answers()
         self._step += 1
-        self._passes.ended(scheduler_output.num_scheduled_tokens)
+        self._passes.ended(scheduler_output.num_scheduled_tokens, self._step)
         preempted = set(scheduler_output.preempted_req_ids or ())
         for request_id in preempted:
             self._waiting.drop(request_id)
@@ -466,7 +467,8 @@ class SchedulerHalf:
             if self._tracked.get(request_id) is tracked and load is not None:
                 failed = failed - load.blocks
                 self._waiting.drop(request_id)
-                self._count_saved(tracked, -load.tokens)
+                tracked.saved_tokens -= load.saved[0]
+                tracked.saved_s -= load.saved[1]
                 tracked.read_tokens, tracked.saved_chunks = None, 0
         return failed
 
@@ -568,6 +570,7 @@ class SchedulerHalf:
         if self._trust.report(report.compared) is Verdict.DIFFERENT:
             self._part()
         failed = self._drop_unproven(failed)
+        self._passes.output(report.step)
         self._step_ended(report.step, failed)
         for _, load in self._loads(self._tracked if failed else ()):
             load.has_failed |= not failed.isdisjoint(load.blocks)
@@ -619,7 +622,7 @@ class SchedulerHalf:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False, None
-        return self._end(tracked, tables), response_params(request, tracked.reuse)
+        return self._end(tracked, tables), response_params(request, tracked.reuse, tracked.hints)
 
     def _end(self, tracked: Tracked, tables: Sequence[Sequence[int]]) -> bool:
         """End a request. Returns whether its blocks must stay until a worker reports it."""

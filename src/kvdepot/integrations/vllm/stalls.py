@@ -40,6 +40,8 @@ log = init_logger(__name__)
 PATIENCE_S = 0.5
 """The server may take this long for a lookup, or as long as its tiers may if that is longer. Then a lookup is hurried,
 and nothing counts as a stall before."""
+_PAUSED_S = 0.5
+"""vLLM asks again within milliseconds if it has something to do; after this long without a pass, it was paused."""
 _MOST_PLACE = 2**31 - 1
 _ANSWER_S, _FIRST_ANSWER_S = 0.0005, 0.002
 """A step waits this long for pending lookups, and for those that it asks for the first time, all requests together: the
@@ -61,6 +63,8 @@ class Passes:
         self._waited_s = 0.0  # for lookups, in this pass
         self._held, self._held_blocks = 0, 0  # requests that were told None in this pass, and what they need
         self._has_hurried = False
+        self._computing = 0  # the last step that computes, until its output is back
+        self._ended_at = 0.0  # of the last pass
         self._idle_since: float | None = None  # the end of the first pass that told one None, and computed nothing
         self._has_warned = False
 
@@ -108,7 +112,11 @@ class Passes:
     def stands_still(self, limit_s: float) -> bool:
         """Whether nothing was computed for `limit_s`, while requests were told None. Then the time begins anew, and the
         request must be told a number."""
-        if self._idle_since is None or time.monotonic() - self._idle_since <= limit_s:
+        now = time.monotonic()
+        is_loading = any(each.phase is RequestPhase.LOADING for each, _ in self._holders.values())
+        if is_loading or self._computing or now - self._ended_at > _PAUSED_S:
+            self._idle_since = None  # something goes on, or vLLM was paused
+        if self._idle_since is None or now - self._idle_since <= limit_s:
             return False
         self._idle_since = None
         if not self._has_warned:
@@ -150,12 +158,19 @@ class Passes:
         """A request is scheduled, or gone."""
         self._holders.pop(request_id, None)
 
-    def ended(self, scheduled: Sized) -> None:
-        """A pass has ended with a step of these requests."""
+    def output(self, step: int) -> None:
+        """The output of a step is back; 0: it is not known of which."""
+        if not step or step >= self._computing:
+            self._computing = 0
+
+    def ended(self, scheduled: Sized, step: int) -> None:
+        """A pass has ended with this step, of these requests."""
+        self._ended_at = time.monotonic()
+        self._computing = step if scheduled else self._computing
         if scheduled or not self._held:
             self._idle_since = None
         elif self._idle_since is None:
-            self._idle_since = time.monotonic()
+            self._idle_since = self._ended_at
         self._is_blocked, self._asked = bool(self._asked), ""
         self._waited_s, self._held, self._held_blocks, self._has_hurried = 0.0, 0, 0, False
         self._seats = max(1, self._config.max_num_seqs - len(scheduled))
