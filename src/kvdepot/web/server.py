@@ -61,7 +61,8 @@ class HttpConnection(H11Protocol):
         for event in (h11.Response(status_code=status, headers=[*head, *HEADERS]), h11.Data(body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self._is_refused = True
-        self.transport.write_eof()
+        with contextlib.suppress(OSError):  # the client has closed the connection meanwhile
+            self.transport.write_eof()
 
     def data_received(self, data: bytes) -> None:
         """Discard what follows a refused head until the client closes the connection, or `check` ends it: if we closed
