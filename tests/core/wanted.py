@@ -113,7 +113,7 @@ class WatchedIndex(Index):
         wanted = {id(chunk) for namespace in self.namespaces.all() for chunk in namespace.chunks.values()}
         for want, prefix in self.prefixes.items():
             kept = {id(chunk) for top in want.tops.values() for chunk in _up(top)}
-            assert kept == prefix.keys() & wanted, "a want has lost what is still there of its prefix"
+            assert kept & wanted == prefix.keys() & wanted, "a want has lost what is still there of its prefix"
 
 
 def _up(chunk: Chunk) -> Iterator[Chunk]:
