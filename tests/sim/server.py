@@ -355,7 +355,7 @@ class Server(Checks, Harness):
         if isinstance(request, wire.Lookup):
             groups = self._asked_groups(request)
             near = self._prefix(request, groups)
-            self._lookups[asked] = self.world.now, request, near
+            self._lookups.setdefault(asked, (self.world.now, request, near))  # sent again, it has waited all along
             at_once = near == longest(groups, keys_in(request), request.tails, lambda group, key: True)
             if any(group.reach for group in groups) and not request.hurries:
                 self._behind.begin(asked, request, groups)
