@@ -70,8 +70,9 @@ class Driver:
 
 
 def is_zombie(pid: int) -> bool:
+    """Whether a process has ended with all its threads: its descriptors stay open until the last thread has ended."""
     try:
-        return state(Path(f"/proc/{pid}")) == "Z"
+        return state(Path(f"/proc/{pid}")) == "Z" and len(_tasks(pid)) == 1
     except OSError:
         return True
 
