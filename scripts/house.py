@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "source lines": 44_211,
-    "test lines": 53_279,
+    "source lines": 44_210,
+    "test lines": 53_308,
     "functions with more than 5 parameters": 13,
     "boolean parameters": 65,
     "Any": 97,

@@ -325,6 +325,19 @@ def test_what_is_left_of_a_wanted_prefix_can_go_after_its_end_was_removed() -> N
     assert store(index, namespace, "d", 3, depth=0) is None
 
 
+def test_no_want_moves_to_a_chunk_that_has_gone_before_those_behind_it() -> None:
+    index, namespace = house(4, a=2)
+    first, second = (namespace.chunks[key] for key in keys("a", 2))
+    said(index, "engine", [second])
+    index.mark_corrupt(first, 0)
+    made = index.reserve(namespace, 0, Run(keys("a", 1)[0], PAGE, b"root", 1), 0)
+    assert made.chunks == [first]
+    index.discard(first, 0)  # it is stored again, and the copy fails
+    index.hide(second)
+    assert first.gone and second.gone
+    index.validate()
+
+
 def test_wanted_chunks_can_go_from_the_account_that_a_new_quota_gives_them() -> None:
     index = index_of(4)
     (namespace,) = index.namespaces.find_groups("m", 1, 0, wire_groups((0,)), "tenant")

@@ -83,6 +83,19 @@ def test_pages_that_are_entered_after_the_server_has_freed_them_are_freed_again(
     blocks.close()
 
 
+def test_blocks_that_are_closed_leave_the_pages_to_others_of_the_same_arena() -> None:
+    layout = Layout([Mapping("kv", PAGE)], [Segment(0, 0, PAGE, PAGE)], 1, bytes(32))
+    first, second = (HostBlocks(layout, {"kv": np.zeros(PAGE, np.uint8)}) for _ in range(2))
+    pages = 16 * ENTERED_BYTES // PAGE
+    arena = SharedFile(pages, range(pages))
+    first.follow(arena)
+    ended = second.follow(arena)
+    first.close()
+    assert ended.wait(HANG_S)
+    assert arena.resident_pages() == pages
+    second.close()
+
+
 def test_layers_of_equal_tensors_are_one_stack_and_others_are_not() -> None:
     """A block of a stack is copied with one call, so small chunks of many layers depend on it."""
     pool = torch.zeros(3, 3, 9, 4096, dtype=torch.uint8)  # the third part of each is not the layer's

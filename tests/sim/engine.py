@@ -27,7 +27,7 @@ from kvdepot.protocol import wire
 from tests.sim.content import MAX_TOKENS, Memory, Model, Stream, chain_of, end_seed, keys_of, seeds_of, tail_of
 from tests.sim.copies import Blocks, SimLane
 from tests.sim.groups import Hybrid, needed
-from tests.sim.host import Client, Pinned
+from tests.sim.host import Client, Pinned, Processes
 from tests.sim.world import Process
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Request:
     waits: int = 0
 
 
-class Engine:
+class Engine(Processes):
     """One life of an engine, from its start to its end. Engines behind the adapters of the contract: contract.py."""
 
     counted = "groups_"
@@ -286,19 +286,6 @@ class Engine:
         self.world.counters["unpinned"] += 1
         if server is not None and server.serving and self._pins[name] == number:
             assert server.depot.leases._find("", name) is None, f"{name} was ended, and is still leased"
-
-    def kill(self) -> None:
-        self.kill_processes()
-        self.end()
-
-    def kill_processes(self) -> None:
-        for process in self.processes:
-            process.kill()
-
-    @property
-    def processes(self) -> list[Process]:
-        """Those of the engine: its own, and its workers' lanes."""
-        return list(dict.fromkeys([self.process, *(each for client in self.clients for each in client.processes)]))
 
     # -- steps
 

@@ -267,6 +267,29 @@ class Pinned:
     ends: float = float("inf")
 
 
+class Processes:
+    """The processes of one life of an engine: its own, those of its links, and its workers' lanes."""
+
+    process: Process
+    clients: list[Client]
+
+    def end(self) -> None:
+        """Let others know that it has ended."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        self.kill_processes()
+        self.end()
+
+    def kill_processes(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    @property
+    def processes(self) -> list[Process]:
+        return list(dict.fromkeys([self.process, *(each for client in self.clients for each in client.processes)]))
+
+
 @dataclass
 class Host:
     """One machine and all that happens on it."""

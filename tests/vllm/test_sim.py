@@ -31,6 +31,7 @@ def test_no_invariant_breaks_in_the_first_seeds() -> None:
         happened.update({name: count for name, count in simulate(seed).counters.items() if count})
     common = {"answered", "loads", "loaded_in_step", "preempted", "shards_retrieved", "server_shut_down"}
     assert not common - happened.keys()
+    assert not happened["stalls_broken"], "an engine was waiting for a step, a load or a hurried lookup"
 
 
 def test_the_same_seed_is_the_same_run() -> None:

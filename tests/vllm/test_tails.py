@@ -89,7 +89,7 @@ def test_a_tail_goes_on_from_whole_blocks_in_the_engines_own_cache(
     assert engine.worker.begun["r"] == [len(history) - 1]
 
 
-def test_no_more_tokens_are_loaded_than_a_request_asks_for(start_by_hand: StartByHand) -> None:
+def test_no_more_tokens_are_loaded_than_a_request_asks_for(depot: Depot, start_by_hand: StartByHand) -> None:
     engine = start_by_hand(states=(LONG, LONG))
     history = turn(engine, 0, prompt(1, LONG + 100))
     for name, most, cached in (("less", len(history) - 2, LONG), ("as many", len(history) - 1, len(history) - 1)):
@@ -98,6 +98,8 @@ def test_no_more_tokens_are_loaded_than_a_request_asks_for(start_by_hand: StartB
         engine.add(name, [*history, *prompt(2, 9)], hints=hints)
         engine.finish()
         assert engine.worker.begun[name] == [cached]
+    eventually(lambda: nothing_is_held(depot.status()))
+    assert not depot.status()["counters"]["errors"], "the engine's report was refused"
 
 
 @pytest.mark.parametrize("steps", [1, 2])

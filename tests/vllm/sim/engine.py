@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvdepot.errors import KVDepotError
 from kvdepot.keys import derive_root, salt_tag
 from kvdepot.protocol import wire
-from tests.sim.host import Client
+from tests.sim.host import Client, Processes
 from tests.sim.world import Process
 from tests.vllm import by_hand
 from tests.vllm.by_hand import BLOCK, CHUNK, VOCABULARY, Text
@@ -87,7 +87,7 @@ class Asked:
         return bool(self.made.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
 
 
-class Engine:
+class Engine(Processes):
     def __init__(self, run: VllmRun, name: str, kind: Kind, writer: str) -> None:
         """writer: the name under which it stores, equal in all its lives."""
         self.host, self.world, self.name = run, run.world, name
@@ -165,19 +165,6 @@ class Engine:
             if not client._closed:
                 self.world.after(0.02 * self.world.random.random(), client.gone)
 
-    def kill(self) -> None:
-        self.kill_processes()
-        self.end()
-
-    def kill_processes(self) -> None:
-        for process in self.processes:
-            process.kill()
-
-    @property
-    def processes(self) -> list[Process]:
-        """Those of the engine, of its links, and its workers' lanes."""
-        return list(dict.fromkeys([self.process, *(each for client in self.clients for each in client.processes)]))
-
     # -- what others do to it
 
     @property
@@ -225,6 +212,7 @@ class Engine:
             self.ordered["retrieved"] += sum(transfer.chunks for transfer in loads)
             self.ordered["retrieved"] += sum(len(load.ranks[0]) for load in orders.step_loads)
         self._count(told.kv_connector_stats if told is not None else None)
+        self.world.counters["stalls_broken"] += self._half.stats.data.pop("stalls_broken", 0)
         return self._update(planned, output)
 
     def _count(self, stats: Any) -> None:

@@ -8,11 +8,12 @@ other n - m, and what it has behind them, once its load has ended and its turn t
     first token(0) =                                     queue of the model  + computing all of it
 
 `soonest` finds the m with the smallest sum. If the lanes take less time for a token than the model, that is n, or 0
-where their queue is long; otherwise it is as much as they bring while the model is busy with others. All times are
-measured: a worker reports what its lane has queued, and what it takes to load a block (`LaneTimes`); the speed of
-prefill is the engine's own (stats.py). Each request that vLLM schedules adds to one of the two queues before the next
-request of the same step is asked for. Invariants: without measurements everything is loaded; by these times, no request
-comes later than by computing alone, or by loading alone, by more than `MARGIN` and `LEAST_S`.
+where their queue is long; otherwise it is as much as they bring while the model is busy with others, or 0 where that
+gains little. All times are measured: a worker reports what its lane has queued, and what it takes to load a block
+(`LaneTimes`); the speed of prefill is the engine's own (stats.py). Each request that vLLM schedules adds to one of the
+two queues before the next request of the same step is asked for. Invariants: without measurements everything is loaded;
+by these times, no request comes later than by computing alone, or by loading alone, by more than `MARGIN` and
+`LEAST_S`.
 """
 
 from __future__ import annotations

@@ -519,10 +519,8 @@ class SchedulerHalf:
             return
         tables = state.resolve_block_ids(request.request_id)
         states = [StateBlock(*offered) for offered in state.boundary_state_offloads.get(request.request_id, ())]
-        junction, prompt_tokens = (
-            request.shared_prefix_boundary,
-            tracked.hints.stored(request.num_prompt_tokens - 1) + 1,
-        )
+        junction = request.shared_prefix_boundary
+        prompt_tokens = tracked.hints.stored(request.num_prompt_tokens - 1) + 1
         pieces = self._plan.to_store(tables, chunks, prompt_tokens, states, junction)
         stores = [tracked.transfer(piece) for piece in pieces]
         block_ids, read = self._plan.split(tables, tracked.read_tokens, chunks.stop)

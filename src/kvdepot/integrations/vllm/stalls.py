@@ -11,8 +11,8 @@ only the loaded one could free blocks (vLLM's issue 57841). So:
 - An asynchronous load is promised only if its request fits beside what others need: those that wait with blocks, of
   which none could go on otherwise (of windows, vLLM 0.30 to 0.33 reserve too little), and those that were told None
   before it in the pass, which vLLM would pass by again and again. Needs are counted from above.
-- If nothing was computed for longer than computing a request takes, and it is told None, it is told 0 instead, and
-  never waits for its lookup again. No case is known in which this happens; it bounds what a bug can cost.
+- If nothing was computed or loaded for longer than computing a request takes, and it is told None, it is told 0
+  instead, and never waits for its lookup again. No case is known in which this happens; it bounds what a bug can cost.
 
 Invariant: none of these rules waits for time or for the server where a request could be scheduled.
 """
