@@ -58,7 +58,7 @@ def test_what_clients_named_can_neither_move_the_cursor_nor_be_taken_for_markup(
         ({}, "no lookup by an engine yet"),
         ({"tokens": TokenCounts(256_000, 128_000, 64_000)},
          "25.0 % of 256,000 tokens in all; found 50.0 %"),
-        ({"holds_s": 8000.0}, "holds about 2 h of traffic"),
+        ({"holds_s": 8000.0}, "holds about 2 h 13 min of traffic"),
         ({"latencies": [Latency("Lookup", 100, 0, 1.0, [0, 0, 60, *[0] * (len(BOUNDS_S) - 3), 40])]}, "458 µs"),
         ({"latencies": [Latency("Lookup", 100, 0, 1.0, [0, 0, 60, *[0] * (len(BOUNDS_S) - 3), 40])]}, "≥ 10 s"),
     ],

@@ -224,11 +224,10 @@ class TieredServer(Embedded):
 
     def settle(self) -> Status:
         """Wait until all is stored, and the tier has it."""
-
-        def is_settled(now: Status) -> bool:
-            return not (now.reserved_shards or now.operations or now.tiers[0].queued_bytes or now.tiers[0].saves)
-
-        return self.expect(is_settled, "the tier has not saved all chunks")
+        return self.expect(
+            lambda now: not (now.reserved_shards or now.operations or now.tiers[0].queued_bytes or now.tiers[0].saves),
+            "the tier has not saved all chunks",
+        )
 
     def restart(self) -> int:
         """Kill it, and start another one on its arena; returns how many chunks that cost."""
@@ -263,13 +262,9 @@ class _Wanted(NamedTuple):
 
 def _certify(folder: Path, words: Sequence[str], wanted: _Wanted, update: Progress) -> Certificate:
     """Run all. An interrupt ends it, and does not disturb the end."""
-
-    def remove_left() -> None:  # by engines that had to be killed
-        shm.sweep_liveness_files(arena_folder())
-
     with ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
-        stack.callback(remove_left)
+        stack.callback(lambda: shm.sweep_liveness_files(arena_folder()))  # of engines that had to be killed
         server = stack.enter_context(closing(TieredServer(f"ipc://{folder}/depot.sock", f"{os.getpid()}")))
 
         def start(name: str, *more: str) -> TestedEngine:
@@ -310,12 +305,9 @@ def _examine(server: TieredServer, start: Start, prompts: Prompts, update: Progr
                 if answer.loaded >= case.expected:
                     break
             if server.counter("computed_tokens") > before:  # faster than loading from the tier
-                case = without_expectation(case)
+                case = msgspec.structs.replace(case, expected=0)
             found.add(road, case, answer)
             case.expected = max(case.expected, answer.loaded)
-
-    def without_expectation(case: Case) -> Case:
-        return msgspec.structs.replace(case, expected=0)
 
     for number, case in enumerate(cases):
         update("computing, and the engine's own cache", number, len(cases))
@@ -329,7 +321,8 @@ def _examine(server: TieredServer, start: Start, prompts: Prompts, update: Progr
     measure("same engine", one, cases)
     one.close()
     two = start("B")
-    measure("first hit", two, [without_expectation(case) for case in cases[:: len(cases) // len(two.probes)]])
+    firsts = cases[:: len(cases) // len(two.probes)]
+    measure("first hit", two, [msgspec.structs.replace(case, expected=0) for case in firsts])
     measure("fresh engine", two, cases)
     if lost := server.restart():
         found.fail(f"after kill -9: {plural(lost, 'chunk')} did not survive in memory")
@@ -358,7 +351,9 @@ def _press(server: TieredServer, start: Start, found: Certificate, update: Progr
     cases = [Case(f"{number}", _generate(engine, prompt, _STORM + number), 0) for number in range(requests)]
     without, depot = run_storms(lambda source: engine.run(*cases, source=source), server.settle, cases, update)
     cache = engine.about.blocks // max(1, len(held.groups)) * about.block_tokens
-    found.add_pressure(judge(cache, cases, without, depot, found.rounding))
+    found.pressure = judge(cache, cases, without, depot, found.rounding)
+    for fault in found.pressure.faults:
+        found.fail(fault)
 
 
 def _generate(engine: TestedEngine, length: int, seed: int) -> list[int]:

@@ -97,7 +97,7 @@ def _print(found: list[ChunkStatus], numbers: dict[str, int]) -> None:
 
 def _groups(parts: list[ChunkStatus], numbers: dict[str, int]) -> Listing:
     """A line for each KV cache group."""
-    from kvdepot.cli.view import Listing, needs
+    from kvdepot.cli.view import Listing
 
     groups: dict[int, list[ChunkStatus]] = {}
     for each in parts:
@@ -107,9 +107,11 @@ def _groups(parts: list[ChunkStatus], numbers: dict[str, int]) -> Listing:
         states = Counter(each.state for each in chunks)
         tiers = Counter(name for each in chunks for name in each.tiers)
         ages = [each.age_s for each in chunks if each.age_s is not None]
+        reach = chunks[0].reach  # of the chunks that resuming a prompt needs; 0 = all
+        needed = "all chunks" if not reach else "last chunk" if reach == 1 else f"last {reach} chunks"
         rows.append(
             (
-                f"{group}: {needs(chunks[0].reach)}",
+                f"{group}: {needed}",
                 ranges(sorted(numbers.get(each.hash, 0) for each in chunks)),
                 ", ".join(f"{count(number)} {state}" for state, number in sorted(states.items())),
                 size(sum(each.bytes for each in chunks)),

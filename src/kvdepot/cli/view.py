@@ -36,6 +36,7 @@ from kvdepot.values import plural, size
 _PIPE_COLUMNS = 200
 """Width of tables in a pipe, where the default of 80 columns would cut them."""
 _BAR_CELLS = 20
+_EVENTS = 8
 _NAME_CELLS = 20
 """The minimum width of a table's first column, if its text is that long."""
 
@@ -117,8 +118,8 @@ def _lines(now: Status, since: Status | None) -> list[tuple[str, Text]]:
     )  # fmt: skip
     lines = [("memory", memory)]
     if now.holds_s is not None:
-        held = f"holds about {_about(now.holds_s)} of traffic: the median idle time of evicted chunks"
-        lines.append(("", Text(held)))
+        held = duration(now.holds_s)
+        lines.append(("", Text(f"holds about {held} of traffic: the median idle time of evicted chunks")))
     lines.append(("reused", _reused(now.tokens, "in all")))
     saved = f"{count(now.saved.tokens)} tokens"
     if now.saved.prefill_s:
@@ -140,13 +141,6 @@ def _lines(now: Status, since: Status | None) -> list[tuple[str, Text]]:
     for number, concern in enumerate(judge(now).concerns):
         lines.append(("" if number else "warnings", Text(clean(f"{concern.what} {concern.advice}"), "yellow")))
     return lines
-
-
-def _about(seconds: float) -> str:
-    """A time in the largest unit of which there are at least two."""
-    units = (86400, "d"), (3600, "h"), (60, "min"), (1, "s")
-    unit_s, unit = next((each for each in units if seconds >= 2 * each[0]), units[-1])
-    return f"{seconds / unit_s:.0f} {unit}"
 
 
 def _reused(tokens: TokenCounts, when: str) -> Text:
@@ -319,16 +313,8 @@ def leases(shown: Sequence[LeaseStatus]) -> Listing:
     return Listing(("leases", "kind", ">chunks", ">bytes", "ends", ">priority", "model", "tenant"), rows)
 
 
-def needs(reach: int) -> str:
-    """The chunks of a KV cache group that resuming a prompt needs."""
-    return "all chunks" if not reach else "last chunk" if reach == 1 else f"last {reach} chunks"
-
-
 def named(tenant: str, model: str) -> str:
     return f"{tenant}: {model}" if tenant else model
-
-
-_EVENTS = 8
 
 
 def events(shown: Sequence[Event]) -> Listing:
