@@ -19,26 +19,19 @@ from tests.client.engine import Engine
 from tests.conftest import HANG_S, Depot
 
 
-def test_a_mistyped_command_or_option_is_answered_with_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["stauts"]) == 2
-    assert "'status'" in capsys.readouterr().err
-    assert cli.main(["serve", "--chunk-sise", "9"]) == 2
-    assert "'--chunk-size'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("list", "status"), ("info", "status"), ("ping", "status"), ("flush", "forget"), ("version", "--version"),
-        ("pin", "lease"), ("leases", "lease"), ("get", "inspect"),
+        ("stauts", "status"), ("list", "status"), ("flush", "forget"), ("version", "--version"), ("pin", "lease"),
+        ("serve --chunk-sise 9", "--chunk-size"),
     ],
 )  # fmt: skip
-def test_a_command_of_other_programs_is_answered_with_ours(
+def test_mistyped_words_and_those_of_other_programs_are_answered_with_ours(
     capsys: pytest.CaptureFixture[str], typed: str, meant: str
 ) -> None:
-    assert cli.main([typed]) == 2
-    said = f"kvdepot: No such command {typed!r}. Did you mean {meant!r}? (see `kvdepot --help`)\n"
-    assert capsys.readouterr().err == said
+    assert cli.main(typed.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("kvdepot: No such ") and f"{meant!r}" in said
 
 
 @pytest.mark.parametrize("words", [["serve", "--chunk-size"], ["warm"], ["top", "--interval", "0"], ["keygen"]])
@@ -133,11 +126,8 @@ def test_every_encoding_of_the_terminal_will_do(
     server = ("--url", depot.url)
     for words in (["status", *server], ["lease", *server], ["doctor", *server], ["config", "--config", str(settings)]):
         done = subprocess.run(
-            module_command("kvdepot.cli", *words),
-            capture_output=True,
-            timeout=HANG_S,
-            env=os.environ | locale,
+            module_command("kvdepot.cli", *words), capture_output=True, timeout=HANG_S, env=os.environ | locale,
             check=False,
-        )
+        )  # fmt: skip
         assert b"Traceback" not in done.stderr and done.stdout, done.stderr
     assert b"m\xc3\xbcller" in done.stdout or b"m\xfcller" in done.stdout or b"m?ller ?" in done.stdout

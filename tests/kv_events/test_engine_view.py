@@ -151,10 +151,9 @@ def test_a_router_credits_whatever_is_described_and_there_to_the_topics_that_are
                         reader.feed.described(described(tokens))
                         told |= set(keys(tokens))
                 case _:
-                    for number, key in enumerate(keys(tokens), 1):
-                        if matching.is_missing(namespace, 0, key) and (
-                            part := reader.shelf.reserve(keys(tokens), number)
-                        ):
+                    chain = keys(tokens)
+                    for number in [n for n, key in enumerate(chain, 1) if matching.is_missing(namespace, 0, key)]:
+                        if part := reader.shelf.reserve(chain, number):
                             index.seal(part, 0)
             if dice.random() < 0.4:
                 for _ in range(4):  # after an overflow, as long as the listing takes
