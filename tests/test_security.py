@@ -44,48 +44,35 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make anoth
 pytestmark = pytest.mark.faults
 
 
-@pytest.fixture(scope="module")
-def loopback() -> Iterator[Depot]:
-    """A server that every user of this host can reach."""
-    with contextlib.closing(Depot(url=f"tcp://127.0.0.1:{free_port()}", arena_mib=8)) as server:
-        yield server.wait_ready()
-
-
-@pytest.fixture
-def raw(loopback: Depot) -> Iterator[Raw]:
-    client = Raw(loopback)
-    yield client
-    client.close()
-
-
 # -- liveness files
 
 
-def test_a_liveness_without_a_secret_is_refused(raw: Raw) -> None:
-    with Path(SHM / raw.liveness.name).open("r+b") as page:
-        page.write(bytes(4096))
-    for guess in (b"", bytes(16)):
-        assert type(raw.introduce(raw.liveness.name, guess)) is BadRequest
+def test_a_liveness_without_a_secret_is_refused(depot: Depot) -> None:
+    with contextlib.closing(Raw(depot)) as raw:
+        (SHM / raw.liveness.name).write_bytes(bytes(4096))
+        for guess in (b"", bytes(16)):
+            assert type(raw.introduce(raw.liveness.name, guess)) is BadRequest
 
 
 # -- modes and owners
 
 
+@contextlib.contextmanager
+def no_umask() -> Iterator[None]:
+    old = os.umask(0)
+    yield
+    os.umask(old)
+
+
 def test_every_file_is_the_users_own_under_a_umask_that_forbids_nothing(tmp_path: Path) -> None:
     url, name = f"ipc://{tmp_path}/depot.sock", f"kvdepot-test-{secrets.token_hex(6)}"
-    old = os.umask(0)
-    try:
+    with no_umask():
         server = Depot(url=url, name=name, arena_mib=4)
         client = MessageQueueClient(url, server.context)
-    finally:
-        os.umask(old)
-    try:
+    with contextlib.closing(server), contextlib.closing(client):
         client.learn_chunk_size(HANG_S)
         files = [tmp_path / "depot.sock", tmp_path / "depot.sock.lock", SHM / name, SHM / client.liveness.name]
         assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600] * 4
-    finally:
-        client.close()
-        server.close()
 
 
 @as_root
@@ -128,16 +115,16 @@ def test_a_client_says_nothing_to_a_socket_that_another_user_made_later(tmp_path
     context.term()
 
 
-def test_a_liveness_whose_place_holds_something_else_does_not_stop_the_server(loopback: Depot) -> None:
+def test_a_liveness_whose_place_holds_something_else_does_not_stop_the_server(depot: Depot) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", _IMPOSTOR, loopback.url], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+        [sys.executable, "-c", _IMPOSTOR, depot.url], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
     )
     with child:
         assert child.stdout is not None
         liveness = SHM / child.stdout.readline().strip()
         child.kill()
     try:
-        eventually(lambda: loopback.status()["clients"] == 1)
+        eventually(lambda: depot.status()["clients"] == 1)
         assert liveness.is_dir()
     finally:
         liveness.rmdir()
@@ -202,11 +189,8 @@ def asks(server: Depot, key: Path | str, timeout_s: float = 5.0) -> MessageQueue
 
 def test_keygen_makes_keys_that_only_their_user_can_read(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "keys"
-    old = os.umask(0)
-    try:
+    with no_umask():
         keygen(folder, "engine-1", "engine_2", tenant="blue")
-    finally:
-        os.umask(old)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
     assert modes == dict.fromkeys(["server.key", "engine-1.key", "engine_2.key", "clients.toml"], 0o600)
