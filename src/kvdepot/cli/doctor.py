@@ -26,7 +26,7 @@ from kvdepot.cli.inspection import reason
 from kvdepot.cli.output import clean, print_json, progress
 from kvdepot.cli.status import ask_health
 from kvdepot.client import admin
-from kvdepot.config import Config, default_key, load, odd_chunk_size, stray_variables
+from kvdepot.config import Config, default_key, doubts, load
 from kvdepot.errors import ArenaError, ConfigError, KVDepotError
 from kvdepot.memory import shm
 from kvdepot.memory.room import allocated, limits
@@ -148,10 +148,7 @@ def _system(facts: Circumstances) -> Iterator[Said]:
 
 def _settings(facts: Circumstances) -> Iterator[Said]:
     yield facts.settings
-    if warning := odd_chunk_size(facts.config):
-        yield "warn", warning, f"--chunk-size {Config().chunk_size}, the default, suits vLLM"
-    for name, advice in stray_variables(os.environ):
-        yield "warn", f"environment variable {name} is not a setting", advice
+    yield from (("warn", *doubt) for doubt in doubts(facts.config))
 
 
 def _memory(facts: Circumstances) -> Iterator[Said]:

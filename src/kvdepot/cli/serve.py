@@ -20,7 +20,7 @@ import click
 from kvdepot import logs
 from kvdepot.cli import options
 from kvdepot.cli.output import clean, print_json, show
-from kvdepot.config import Config, in_text, load, load_with_sources, masked, odd_chunk_size, stray_variables
+from kvdepot.config import Config, doubts, in_text, load, load_with_sources, masked
 from kvdepot.errors import ConfigError, Unavailable
 from kvdepot.memory.room import allocated, limits
 from kvdepot.protocol.addresses import socket_path
@@ -59,11 +59,9 @@ def serve(file: str | None, until_eof: bool, **given: object) -> int:
     config = load(file, given)
     check_limits(config.arena_bytes)
     logs.configure(config.log_level, config.log_format)
-    for name, advice in stray_variables(os.environ):
-        log.warning("environment variable %s is not a setting; %s", name, advice)
+    for doubt in doubts(config):
+        log.warning("%s; %s", *doubt)
     check_memory(config)
-    if warning := odd_chunk_size(config):
-        log.warning("%s", warning)
     from kvdepot.server.loop import Server
 
     with explain_limits():
@@ -206,17 +204,12 @@ def config(file: str | None, as_json: bool, **given: object) -> int:
     Those of a running server are in `kvdepot status --json`.
     """
     settings, sources = load_with_sources(file, given)
-    stray = [f"environment variable {name} is not a setting; {advice}" for name, advice in stray_variables(os.environ)]
-    for line in filter(None, [*stray, odd_chunk_size(settings)]):
-        print(f"kvdepot: {clean(line)}", file=sys.stderr)
+    for doubt in doubts(settings):
+        print(f"kvdepot: {clean('; '.join(doubt))}", file=sys.stderr)
     shown = masked(settings)
     if as_json:
-        print_json(
-            {
-                "settings": {name: {"value": value, "source": sources[name]} for name, value in shown.items()},
-                "arena": {"name": settings.arena, "bytes": settings.arena_bytes},
-            }
-        )
+        values = {name: {"value": value, "source": sources[name]} for name, value in shown.items()}
+        print_json({"settings": values, "arena": {"name": settings.arena, "bytes": settings.arena_bytes}})
         return 0
     from kvdepot.cli.view import Listing, print_tables
 
@@ -224,8 +217,7 @@ def config(file: str | None, as_json: bool, **given: object) -> int:
     rows = []
     for name, value in shown.items():
         text = in_text(value)
-        if name in derived and not value:
-            text = f"{text} ({derived[name]})".strip()
+        text = text if value or name not in derived else f"{text} ({derived[name]})".strip()
         rows.append((name, text, sources[name]))
     print_tables(Listing(("setting", "value", "from"), rows, folds=True))
     return 0
