@@ -51,7 +51,7 @@ def test_a_cycle_of_prompts_keeps_the_fronts_of_those_that_come_next() -> None:
     assert reaches([one, two, three] * 2, 3) == [0, 0, 0, 2, 1, 0]
 
 
-def test_what_the_engines_own_cache_has_takes_no_room() -> None:
+def test_chunks_in_the_engines_own_cache_take_no_room_in_the_depot() -> None:
     first, again = Queued([0, 1, 2, 3], 4, 0), Queued([0, 1, 2, 3], 4, 2)
     assert reaches([first, again], 1) == [0, 3]
     assert reaches([first, again], 2) == [0, 4]

@@ -96,7 +96,7 @@ def test_the_dockerfile_is_clean_to_hadolint() -> None:
     assert run(tool("hadolint"), DEPLOY / "Dockerfile") == ""
 
 
-def test_what_the_image_is_built_from_is_enough_for_the_wheel(built: dict[str, Path], tmp_path: Path) -> None:
+def test_the_build_context_of_the_image_gives_the_same_wheel(built: dict[str, Path], tmp_path: Path) -> None:
     lines = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
     assert lines[0] == "*"
     context = tmp_path / "context"
@@ -395,7 +395,7 @@ def test_the_size_of_the_arena_can_have_its_unit() -> None:
     ],
     ids=str,
 )
-def test_the_chart_refuses_what_cannot_work(values: dict[str, Any], said: str) -> None:
+def test_the_chart_refuses_values_that_cannot_work(values: dict[str, Any], said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         rendered(values)
 

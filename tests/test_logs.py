@@ -78,7 +78,7 @@ def test_a_failure_that_repeats_is_logged_once_a_minute_with_its_count(
     assert said == ["full", "gone", "full (301 more times since the last such line)"]
 
 
-def test_a_json_line_has_when_how_grave_who_what_and_its_fields(configure: Configure) -> None:
+def test_a_json_line_has_time_level_logger_message_and_fields(configure: Configure) -> None:
     written = configure("json")
     before = time.time()
     logging.getLogger("kvdepot.part").warning("lost %d", 3, extra={"request": "r1", "tier": "disk", "client": ""})
@@ -105,7 +105,7 @@ def test_a_traceback_is_bounded_and_looks_like_no_line_of_ours(configure: Config
 
 @pytest.mark.parametrize("form", ["human", "json"])
 @pytest.mark.parametrize("evil", ["a\nERROR b", "\x1b[31m\r", "x" * 100_000, "\udcff", '"}\n{"'])
-def test_what_others_sent_stays_within_its_line_and_bounds(configure: Configure, form: str, evil: str) -> None:
+def test_text_from_clients_stays_within_one_bounded_log_line(configure: Configure, form: str, evil: str) -> None:
     written = configure(form)
     logging.getLogger("kvdepot").info("asked", extra={"request": evil})
     logging.getLogger("kvdepot").info("asked %s", evil)
@@ -124,7 +124,7 @@ def pour(pipe: int, least: int) -> str:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_who_logs_does_not_wait_for_who_reads_and_what_is_lost_is_counted(
+def test_logging_never_waits_for_a_slow_reader_and_counts_lost_lines(
     set_up: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch, blocking: bool
 ) -> None:
     monkeypatch.setattr(logs, "_MOST_LINES", 100)

@@ -96,7 +96,7 @@ def test_a_client_does_not_connect_to_another_users_socket(tmp_path: Path, kind:
 
 
 @as_root
-def test_a_client_says_nothing_to_a_socket_that_another_user_made_later(tmp_path: Path) -> None:
+def test_a_client_sends_nothing_to_a_socket_that_another_user_made_later(tmp_path: Path) -> None:
     path = tmp_path / "depot.sock"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     client = MessageQueueClient(f"ipc://{path}", context)
@@ -203,7 +203,7 @@ def test_keygen_makes_keys_that_only_their_user_can_read(tmp_path: Path) -> None
     assert not any(secret in (folder / "clients.toml").read_text() for secret in secrets_in(folder))
 
 
-def test_keygen_refuses_what_is_no_name_no_private_folder_and_never_overwrites(keys: Path, tmp_path: Path) -> None:
+def test_keygen_refuses_bad_names_and_open_folders_and_never_overwrites(keys: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in keys.iterdir()}
     for client in ("../eve", "", "x" * 65, "server", "eve\n"):
         assert run("keygen", keys, client).returncode == 2
@@ -314,7 +314,7 @@ def test_a_key_file_that_cannot_be_used_is_refused_without_telling_what_is_in_it
 
 
 @pytest.mark.parametrize("kind", ["missing", "directory", "pipe"])
-def test_a_key_file_that_is_none_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+def test_a_missing_or_special_key_file_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "alice.key"
     if kind == "directory":
         path.mkdir(mode=0o700)
@@ -339,9 +339,7 @@ def test_a_key_file_that_is_none_is_refused_by_name(tmp_path: Path, kind: str) -
         ("clients.toml", '[a]\npublic = "{0}"\ntenent = "b"\n', 0o600),
     ],
 )
-def test_keys_of_a_server_that_make_no_sense_are_refused_by_file(
-    keys: Path, name: str, text: str | None, mode: int
-) -> None:
+def test_invalid_key_files_of_a_server_are_refused_by_file(keys: Path, name: str, text: str | None, mode: int) -> None:
     path = keys / name
     if text is not None:
         path.write_text(text.format("x" * 40))

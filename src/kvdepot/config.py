@@ -33,7 +33,7 @@ _LONGEST_SOCKET = len("/engine-0123456789abcdef.sock")
 """Bytes of the longest name of a socket in this user's folder."""
 _PREFIX = "KVDEPOT_"
 MOST_SALTS = 64
-"""Tables of salts. Each salt has another value for each tenant."""
+"""The most tables `[salts.SALT]` in a settings file."""
 _CONTRACT_TOKENS = 256
 """Tokens per chunk with `chunk_size = auto`, of clients of the LMCache contract, and with remote tiers."""
 SMALLEST_BLOCK = 16

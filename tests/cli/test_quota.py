@@ -66,7 +66,7 @@ def test_only_a_lower_limit_removes_chunks(now: Quota, new: Quota, losses: list[
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
-def test_a_quota_that_cannot_be_is_refused_before_any_question(depot: Depot, words: list[str], fault: str) -> None:
+def test_an_impossible_quota_is_refused_before_any_question(depot: Depot, words: list[str], fault: str) -> None:
     tried = run("quota", "--salt", "ten", *words, "--url", depot.url)
     assert tried.returncode in (1, 2)
     assert fault in tried.stderr and "--yes" not in tried.stderr

@@ -26,7 +26,7 @@ from tests.conftest import HANG_S, Depot
         ("serve --chunk-sise 9", "--chunk-size"),
     ],
 )  # fmt: skip
-def test_mistyped_words_and_those_of_other_programs_are_answered_with_ours(
+def test_an_unknown_command_or_option_is_answered_with_a_suggestion(
     capsys: pytest.CaptureFixture[str], typed: str, meant: str
 ) -> None:
     assert cli.main(typed.split()) == 2
@@ -62,7 +62,7 @@ def test_every_command_has_help_and_the_first_help_has_the_exit_codes(capsys: py
         (["status", "--json"], 0, ["rich", "argparse", "asyncio", "torch", "numpy", "xxhash", "http"]),
     ],
 )
-def test_what_a_command_does_not_need_is_not_imported(
+def test_commands_import_no_slow_module_that_they_do_not_use(
     depot: Depot, words: list[str], code: int, unwanted: list[str]
 ) -> None:
     script = (
@@ -87,7 +87,7 @@ def test_tiers_can_follow_one_flag_or_each_its_own(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.faults
-def test_who_reads_no_further_ends_the_command_without_a_traceback(depot: Depot) -> None:
+def test_a_closed_pipe_ends_the_command_without_a_traceback(depot: Depot) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "kvdepot.cli", "status", "--watch", "0.1", "--json", "--url", depot.url],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -101,7 +101,7 @@ def test_who_reads_no_further_ends_the_command_without_a_traceback(depot: Depot)
 
 @pytest.mark.faults
 @pytest.mark.parametrize("words", [["config"], ["--help"]], ids=" ".join)
-def test_output_that_there_is_no_room_for_is_told_without_a_traceback(words: list[str]) -> None:
+def test_a_full_disk_is_reported_without_a_traceback(words: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "kvdepot.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True,
@@ -117,7 +117,7 @@ NO_UTF8 = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
 @pytest.mark.parametrize(
     "locale", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"}, NO_UTF8], ids=["ascii", "latin-1", "C"]
 )
-def test_every_encoding_of_the_terminal_will_do(
+def test_commands_print_in_every_encoding_of_the_terminal(
     locale: dict[str, str], used: Engine, depot: Depot, tmp_path: Path
 ) -> None:
     """Rounded lines, microseconds and names of others are letters that many encodings lack."""

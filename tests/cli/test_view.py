@@ -39,7 +39,7 @@ def shown(status: Status, width: int = 100) -> str:
     return captured.get()
 
 
-def test_what_clients_named_can_neither_move_the_cursor_nor_be_taken_for_markup() -> None:
+def test_names_from_clients_are_shown_without_control_characters_or_markup() -> None:
     name = "[red]x[/red]\x1b[2Jy\x9b1mz\r\n"
     text = shown(
         a_status(
@@ -66,7 +66,7 @@ LATE = [0, 0, 60, *[0] * (len(BOUNDS_S) - 3), 40]
     ],
     ids=str,
 )  # fmt: skip
-def test_the_summary_says_what_is_known(parts: dict[str, Any], said: str) -> None:
+def test_the_summary_shows_reuse_retention_and_latencies(parts: dict[str, Any], said: str) -> None:
     assert said in shown(a_status(**parts))
 
 
@@ -86,7 +86,7 @@ def test_tokens_are_told_by_model_and_where_there_are_tenants_by_tenant() -> Non
     assert "tokens by tenant" not in shown(a_status(usage=[Usage("", 10)]))
 
 
-def test_what_somebody_should_look_at_is_said() -> None:
+def test_the_summary_shows_warnings_and_uncached_engines() -> None:
     tier = TierStatus("redis://h", "through", "circuit breaker open", None, None, None, 0, 0, {})
     text = shown(a_status(tiers=[tier], unrecorded_shards=3, counters={"corrupt_chunks": 2}))
     assert "Needs attention: 3 warnings, up" in text and "redis://h: circuit breaker open" in text
@@ -112,6 +112,6 @@ def test_a_watched_status_is_printed_until_it_is_interrupted(depot: Depot) -> No
 
 
 @pytest.mark.parametrize("interval", ["0", "often", "1e9", "nan"])
-def test_an_interval_that_is_none_is_refused(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_refuses_an_interval_out_of_range(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", "--watch", interval]) == 2
     assert "--watch" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_messages_have_the_form_of_those_of_engines(start_desk: StartDesk, follo
 
 
 @pytest.mark.parametrize("kept", [2, 40, 10_000])
-def test_a_follower_that_loses_messages_learns_the_truth_in_the_end(
+def test_a_follower_that_loses_messages_ends_with_the_true_state(
     start_desk: StartDesk, follow: Follow, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_batches(monkeypatch, 3)  # so that a listing takes many messages

@@ -51,7 +51,8 @@ _OVER = 9
 """Tokens of a generated prompt beyond whole chunks: fewer than a block, so that both caches hold the same tokens."""
 _NEW_TOKENS = 16
 _TRIES = 5
-"""An engine computes what it computes faster than the depot answers; what a tier delivers late, the next try finds."""
+"""Most runs of a prompt until enough of it comes from the depot: an engine computes chunks that a tier would deliver
+too late, and the next run finds these chunks in memory."""
 _STORM = 1 << 16
 """Seed of the first prompt of a storm; other prompts have smaller ones."""
 _START_S, _RUN_S, _SERVER_S, _END_S = 3600.0, 1800.0, 120.0, 30.0
@@ -119,8 +120,8 @@ def _read(file: str) -> Prompts:
 
 
 class TestedEngine:
-    """One engine, as a group of child processes. about: its description, once it has started. probes: a prompt for the
-    model and each adapter that is not measured. is_able: whether its arguments are right."""
+    """One engine, as a group of child processes. about: its description, once it has started. probes: prompts that are
+    not measured, one for the model and one for each adapter. is_able: whether vLLM has accepted the arguments."""
 
     about: Description
     probes: Sequence[Case] = ()

@@ -144,7 +144,7 @@ def _lines(now: Status, since: Status | None) -> list[tuple[str, Text]]:
 
 
 def _reused(tokens: TokenCounts, when: str) -> Text:
-    """The share of prompt tokens that engines loaded; of the same tokens, what was found."""
+    """The share of the asked prompt tokens that engines loaded, and the share that lookups found."""
     if not tokens.asked:
         return Text("no lookup by an engine yet" if when == "in all" else f"no lookup {when}")
     found = min(tokens.found / tokens.asked, 1.0)
