@@ -323,12 +323,6 @@ def test_every_file_that_a_page_of_the_architecture_names_exists(page: Path) -> 
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in files)] == []
 
 
-def test_every_page_of_the_internals_and_every_decision_is_in_the_sites_navigation() -> None:
-    nav = re.findall(r"^ +- (?:[^:\n]+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
-    assert len(nav) == len(set(nav))
-    assert set(nav) == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
-
-
 # -- what stands in the operators' pages
 
 

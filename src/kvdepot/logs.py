@@ -13,6 +13,7 @@ import os
 import select
 import threading
 import time
+from functools import partialmethod
 from queue import SimpleQueue
 from typing import Any
 
@@ -46,17 +47,8 @@ class Sparing:
         self._lock = threading.Lock()
         self._lines: dict[str, tuple[float, int]] = {}  # when each was logged (time.monotonic), repetitions since
 
-    def info(self, text: str, *args: object) -> None:
-        self._write(logging.INFO, text % args)
-
-    def warning(self, text: str, *args: object) -> None:
-        self._write(logging.WARNING, text % args)
-
-    def error(self, text: str, *args: object) -> None:
-        self._write(logging.ERROR, text % args)
-
-    def _write(self, level: int, line: str) -> None:
-        now = time.monotonic()
+    def _write(self, level: int, text: str, *args: object) -> None:
+        line, now = text % args, time.monotonic()
         with self._lock:
             logged, repeated = self._lines.get(line, (-_SPARED_S, 0))
             if now - logged < _SPARED_S:
@@ -66,6 +58,10 @@ class Sparing:
                 self._lines.clear()
             self._lines[line] = now, 0
         self._log.log(level, "%s%s", line, f" ({repeated} more times since the last such line)" if repeated else "")
+
+    info = partialmethod(_write, logging.INFO)
+    warning = partialmethod(_write, logging.WARNING)
+    error = partialmethod(_write, logging.ERROR)
 
 
 class _Writer(logging.Handler):

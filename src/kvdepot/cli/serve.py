@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +46,7 @@ _OWN_BYTES = 448 << 20
 _SMALL_ARENA = 1 << 30
 """A default arena below this is worth a warning."""
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+"""Errors of a limit of this process or of the machine."""
 
 
 @click.command(cls=options.Settings, epilog=_WHERE)
@@ -64,8 +64,16 @@ def serve(file: str | None, until_eof: bool, **given: object) -> int:
     check_memory(config)
     from kvdepot.server.loop import Server
 
-    with explain_limits():
+    try:
         server = Server(config)
+    except MemoryError as exc:
+        raise ConfigError("the server cannot start: no memory; lower --arena-gib, or raise `ulimit -v`") from exc
+    except OSError as exc:
+        if exc.errno not in _SHORT:
+            raise
+        raise ConfigError(
+            f"the server cannot start: {exc.strerror}; raise the limits of this process, which `ulimit -a` shows"
+        ) from exc
     for number in _STOP_SIGNALS:
         if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, server.stop)
@@ -121,21 +129,6 @@ def check_memory(config: Config) -> None:
             "the arena may grow to %s, and %s has %s free: the kernel may kill this server then. Lower --arena-gib, or "
             "%s", size(arena), tightest.what, size(free), tightest.advice,
         )  # fmt: skip
-
-
-@contextlib.contextmanager
-def explain_limits() -> Iterator[None]:
-    """Raise ConfigError if the body runs into a limit of this process or of the machine."""
-    try:
-        yield
-    except MemoryError as exc:
-        raise ConfigError("the server cannot start: no memory; lower --arena-gib, or raise `ulimit -v`") from exc
-    except OSError as exc:
-        if exc.errno not in _SHORT:
-            raise
-        raise ConfigError(
-            f"the server cannot start: {exc.strerror}; raise the limits of this process, which `ulimit -a` shows"
-        ) from exc
 
 
 def _stop_at_eof(server: Server) -> None:
