@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import click
 import msgspec
@@ -45,6 +45,7 @@ from kvdepot.values import plural
 
 Start: TypeAlias = Callable[..., "TestedEngine"]
 """Starts an engine with this name, and more arguments of vLLM's."""
+Stage: TypeAlias = "Callable[[TieredServer, Start, Certificate, Progress], None]"
 Prompts: TypeAlias = Sequence[int | str | list[int]]
 """Prompts by length, as text, or as token ids."""
 _OVER = 9
@@ -92,7 +93,7 @@ def certify(
             "KVDEPOT_TIERS": tier or f"disk://{name}/tier?capacity_gib=1024&write=through",
             "KVDEPOT_LOOKUP_S": "8", "KVDEPOT_LOG_LEVEL": "error", "TMPDIR": name,
         }  # fmt: skip
-        found = _certify(Path(name), words, _Wanted(wanted, pressure), update)
+        found = _certify(Path(name), words, wanted, [_press] * pressure, update)
     if as_json:
         print_json(found)
     else:
@@ -254,15 +255,10 @@ class TieredServer(Embedded):
         return self.status().tiers[0].counters.get(name, 0)
 
 
-class _Wanted(NamedTuple):
-    """All that is to be tried. pressure: whether storms are."""
-
-    prompts: Prompts
-    pressure: bool
-
-
-def _certify(folder: Path, words: Sequence[str], wanted: _Wanted, update: Progress) -> Certificate:
-    """Run all. An interrupt ends it, and does not disturb the end."""
+def _certify(
+    folder: Path, words: Sequence[str], prompts: Prompts, stages: Sequence[Stage], update: Progress
+) -> Certificate:
+    """Compare, then run further stages. An interrupt ends it, and does not disturb the end."""
     with ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
         stack.callback(lambda: shm.sweep_liveness_files(arena_folder()))  # of engines that had to be killed
@@ -279,9 +275,9 @@ def _certify(folder: Path, words: Sequence[str], wanted: _Wanted, update: Progre
 
         try:
             server.status()
-            found = _examine(server, start, wanted.prompts, update)
-            if wanted.pressure:
-                _press(server, start, found, update)
+            found = _examine(server, start, prompts, update)
+            for stage in stages:
+                stage(server, start, found, update)
             return found
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)

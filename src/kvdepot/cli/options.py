@@ -60,10 +60,11 @@ class PromptSource:
 
 @dataclass(frozen=True)
 class Consent:
-    """The user's word on a permanent change, given in advance; see output.agreed."""
+    """How a command that makes a permanent change asks and answers; see output.confirm."""
 
     yes: bool
     dry_run: bool
+    as_json: bool
 
 
 def _as_one(name: str, kind: type[Any], *options: Callable[[Any], Any]) -> Callable[[Decorated], Decorated]:
@@ -91,6 +92,7 @@ destructive = _as_one(
     "consent", Consent,
     click.option("-y", "--yes", is_flag=True, help="do not ask; required without a terminal"),
     click.option("--dry-run", is_flag=True, help="show what would happen, and change nothing"),
+    as_json,
 )  # fmt: skip
 prompt = _as_one(
     "source", PromptSource,
