@@ -14,8 +14,7 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +109,5 @@ class Terminal:
             self.process.wait(HANG_S)
 
 
-@contextmanager
-def terminal(*words: str, **options: Any) -> Iterator[Terminal]:
-    made = Terminal(*words, **options)
-    try:
-        yield made
-    finally:
-        made.close()
+def terminal(*words: str, **options: Any) -> closing[Terminal]:
+    return closing(Terminal(*words, **options))
