@@ -235,17 +235,6 @@ def test_an_address_beyond_the_loopback_needs_keys(tmp_path: Path) -> None:
     assert not (SHM / name).exists()
 
 
-def test_clients_whose_key_the_server_knows_are_served(keyed: Depot, keys: Path) -> None:
-    client = asks(keyed, keys / "bob.key")
-    assert client is not None
-    assert client.ask(wire.Noop()).result(HANG_S) == "ok"
-    client.close()
-    printed = run("status", "--url", keyed.url, "--json", KVDEPOT_KEY=str(keys / "bob.key"))
-    assert json.loads(printed.stdout)["chunk_size_tokens"] == 256
-    printed = run("status", "--url", keyed.url, "--json", "--key", keys / "alice.key", KVDEPOT_KEY="")
-    assert json.loads(printed.stdout)["chunk_size_tokens"] == 256
-
-
 def test_a_client_without_a_known_key_gets_no_service_and_is_counted(
     keyed: Depot, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

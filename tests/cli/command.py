@@ -32,7 +32,7 @@ def run(*words: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def _without_a_terminal() -> dict[str, str]:
-    """The environment without the size of a terminal: readline, which pytest imports, sets one."""
+    """The environment without COLUMNS and LINES, which readline sets when pytest imports it."""
     return {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
 
 
@@ -54,7 +54,7 @@ def doctor(*words: str, **environ: str) -> tuple[int, dict[str, list[dict[str, s
 
 
 def heed_signals() -> None:
-    """What a shell starts in the background ignores interrupts, what nohup starts hangups, and both hand that on."""
+    """Undo what this process may have inherited: a shell's background jobs ignore SIGINT, and nohup's ignore SIGHUP."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 

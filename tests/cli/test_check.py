@@ -23,7 +23,7 @@ CHUNKS = 10
 
 
 class Left:
-    """An arena with chunks that a killed server left, each time as it was."""
+    """The arena of a killed server, with ten chunks; `restore` undoes what a test has changed in the file."""
 
     def __init__(self) -> None:
         server = Depot("--verify", "always", arena_mib=4).wait_ready()

@@ -43,8 +43,8 @@ class Storm(msgspec.Struct, frozen=True):
 
 
 class Pressure(msgspec.Struct, frozen=True):
-    """The result of the stage. cache_tokens: of the engine's own cache. prompt_tokens: of each request. identical:
-    answers with the depot that are equal to one without, of `answers`. difference: the largest that passed or not."""
+    """The result of the stage. cache_tokens: size of the engine's own cache. prompt_tokens: length of each prompt. answers:
+    with the depot; `identical` of them are equal to one without. difference: the largest of a logprob, of all answers."""
 
     requests: int
     prompt_tokens: int
