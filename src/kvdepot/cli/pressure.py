@@ -43,8 +43,8 @@ class Storm(msgspec.Struct, frozen=True):
 
 
 class Pressure(msgspec.Struct, frozen=True):
-    """The result of the stage. cache_tokens: size of the engine's own cache. prompt_tokens: length of each prompt. answers:
-    with the depot; `identical` of them are equal to one without. difference: the largest of a logprob, of all answers."""
+    """The result of the stage. cache_tokens: size of the engine's own cache. prompt_tokens: length of each prompt.
+    answers: with the depot; `identical` of them are equal to one without. difference: of logprobs, the largest."""
 
     requests: int
     prompt_tokens: int
