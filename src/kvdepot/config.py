@@ -340,8 +340,8 @@ def _hints() -> dict[str, object]:
 
 
 def doubts(config: Config) -> list[tuple[str, str]]:
-    """What may be wrong with settings that can be used, and what to do: a chunk size that no vLLM block divides, and
-    variables of the environment that look like settings."""
+    """Probable mistakes in usable settings, each with advice: a chunk size that no vLLM block divides, and variables of
+    the environment that look like settings."""
     chunk_size, found = config.chunk_tokens, []
     if chunk_size % SMALLEST_BLOCK:
         fitting = -(-chunk_size // SMALLEST_BLOCK) * SMALLEST_BLOCK

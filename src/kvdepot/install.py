@@ -22,7 +22,7 @@ def advice(extra: str = "") -> str:
 
 
 def again(extra: str = "") -> str:
-    """What to do where this kvdepot must be installed again: from where it came, if that is recorded."""
+    """Advice to install this kvdepot again: from where it came, if that is recorded."""
     from importlib import metadata  # slow to import, and rarely needed
 
     record = None

@@ -46,7 +46,7 @@ from kvdepot.values import plural
 Start: TypeAlias = Callable[..., "TestedEngine"]
 """Starts an engine with this name, and more arguments of vLLM's."""
 Stage: TypeAlias = "Callable[[TieredServer, Start, Certificate, Progress], None]"
-"""What is tried after the comparisons: `_press`, if it was asked for."""
+"""A stage after the comparisons: `_press`, if it was asked for."""
 Prompts: TypeAlias = Sequence[int | str | list[int]]
 """Prompts by length, as text, or as token ids."""
 _OVER = 9

@@ -1,4 +1,4 @@
-"""What is known of chunks and requests. `kvdepot inspect`: where the chunks of a prompt are, or which chunks differed
+"""The two commands that say what is known. `kvdepot inspect`: where the chunks of a prompt are, or which chunks differed
 from what an engine computed. `kvdepot why`: the trail of a request, and why it found no more."""
 
 from __future__ import annotations

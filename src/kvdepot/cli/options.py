@@ -60,7 +60,7 @@ class PromptSource:
 
 @dataclass(frozen=True)
 class Consent:
-    """How a command that makes a permanent change asks and answers; see output.confirm."""
+    """The options of a command that makes a permanent change; see output.confirm."""
 
     yes: bool
     dry_run: bool
