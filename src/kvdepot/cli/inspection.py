@@ -1,5 +1,5 @@
-"""The commands that say what is known. `kvdepot inspect`: where the chunks of a prompt are, or which chunks differed from
-what an engine computed. `kvdepot why`: the trail of a request, and why it found no more."""
+"""The commands that say what is known. `kvdepot inspect`: where the chunks of a prompt are, or which chunks differed
+from what an engine computed. `kvdepot why`: the trail of a request, and why it found no more."""
 
 from __future__ import annotations
 
