@@ -71,7 +71,7 @@ def settle(worker: LMCacheMPWorkerAdapter, request: str) -> list[Any]:
 
 @given(st.data())
 @settings(max_examples=30, deadline=None)
-def test_what_was_stored_comes_back_byte_for_byte_into_other_blocks(depot: Depot, data: st.DataObject) -> None:
+def test_stored_blocks_come_back_byte_for_byte_into_other_blocks(depot: Depot, data: st.DataObject) -> None:
     blocks_in_chunk = data.draw(st.sampled_from([1, 2, 4, 8]))
     chunks = data.draw(st.integers(1, 3))
     count = chunks * blocks_in_chunk

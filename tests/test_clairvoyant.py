@@ -46,17 +46,6 @@ def test_no_depot_finds_more_than_the_clairvoyant_one(queue: list[Queued], capac
     assert sum(reaches(queue, capacity)) == most(queue, capacity)
 
 
-def test_a_cycle_of_prompts_keeps_the_fronts_of_those_that_come_next() -> None:
-    one, two, three = (Queued(chunks, 2, 0) for chunks in ([0, 1], [2, 3], [4, 5]))
-    assert reaches([one, two, three] * 2, 3) == [0, 0, 0, 2, 1, 0]
-
-
-def test_what_the_engines_own_cache_has_takes_no_room() -> None:
-    first, again = Queued([0, 1, 2, 3], 4, 0), Queued([0, 1, 2, 3], 4, 2)
-    assert reaches([first, again], 1) == [0, 3]
-    assert reaches([first, again], 2) == [0, 4]
-
-
 def test_an_answer_is_found_by_the_next_prompt_of_its_chat() -> None:
     names = Names(2)
     prompt, answer, more = [1, 2, 3], [4, 5, 6], [7, 8]

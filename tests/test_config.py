@@ -52,7 +52,7 @@ def test_without_file_environment_and_flags_every_setting_has_its_default() -> N
     assert msgspec.structs.replace(loaded, url="") == Config()
 
 
-def test_a_variable_that_is_no_setting_changes_nothing_and_is_reported() -> None:
+def test_a_variable_that_is_not_a_setting_is_reported_and_ignored() -> None:
     strays = {"KVDEPOT_HOME": "/x", "KVDEPOT_": "y", "KVDEPOT_CHUNK_SISE": "9", "KVDEPOT_TENANTS": "blue"}
     environ = {"CHUNK_SIZE": "9", **strays}
     loaded = load(environ=environ)
@@ -61,14 +61,10 @@ def test_a_variable_that_is_no_setting_changes_nothing_and_is_reported() -> None
     assert told.keys() == strays.keys()
     assert told["KVDEPOT_CHUNK_SISE"] == "did you mean KVDEPOT_CHUNK_SIZE?"
     assert told["KVDEPOT_HOME"] == "`kvdepot config` lists all settings"
-
-
-def test_variables_that_are_meant_for_others_are_no_stray_ones() -> None:
-    read_elsewhere = dict.fromkeys(["KVDEPOT_CHUNK_SIZE", "KVDEPOT_KEY", "KVDEPOT_TRACE"], "")
     # What Kubernetes and docker put into the environment beside a service called kvdepot.
-    endings = "SERVICE_HOST SERVICE_PORT SERVICE_PORT_HTTP PORT PORT_7077_TCP PORT_7077_TCP_ADDR PORT_7077_TCP_PROTO"
-    links = dict.fromkeys((f"KVDEPOT_{ending}" for ending in endings.split()), "")
-    assert config.stray_variables(read_elsewhere | links) == []
+    links = "SERVICE_HOST SERVICE_PORT SERVICE_PORT_HTTP PORT PORT_7077_TCP PORT_7077_TCP_ADDR PORT_7077_TCP_PROTO"
+    read_elsewhere = ["CHUNK_SIZE", "KEY", "TRACE", *links.split()]
+    assert config.stray_variables({f"KVDEPOT_{name}": "" for name in read_elsewhere}) == []
 
 
 @pytest.mark.parametrize(
@@ -80,11 +76,8 @@ def test_variables_that_are_meant_for_others_are_no_stray_ones() -> None:
 )  # fmt: skip
 def test_a_size_can_have_a_unit_wherever_it_is_a_setting(tmp_path: Path, text: str, gib: float) -> None:
     file = write(tmp_path, f'arena_gib = "{text}"')
-    for loaded in (
-        load(file, environ={}),
-        load(environ={"KVDEPOT_ARENA_GIB": text}),
-        load(flags={"arena_gib": text}, environ={}),
-    ):
+    flags, environ = {"arena_gib": text}, {"KVDEPOT_ARENA_GIB": text}
+    for loaded in (load(file, environ={}), load(environ=environ), load(flags=flags, environ={})):
         assert loaded.arena_gib == gib
 
 
@@ -97,7 +90,7 @@ def test_a_size_can_have_a_unit_wherever_it_is_a_setting(tmp_path: Path, text: s
         ("max_message_mib", "1536KiB", "1.5 MiB is not a whole number of MiB"),
     ],
 )
-def test_a_size_that_is_none_is_refused_with_how_to_write_one(name: str, text: str, said: str) -> None:
+def test_an_invalid_size_is_refused_with_an_example(name: str, text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(flags={name: text}, environ={})
     assert str(caught.value).startswith(f"--{name.replace('_', '-')}: ")
@@ -281,7 +274,7 @@ def test_a_salt_with_more_than_a_time_to_live_has_a_quota_of_one_tenant(tmp_path
         ("\n".join(f"[salts.s{number}]\nttl_s = 1" for number in range(65)), "salts: 65 tables"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named_with_its_table_and_setting(tmp_path: Path, text: str, said: str) -> None:
+def test_a_wrong_value_in_a_file_is_refused_with_its_table_and_setting(tmp_path: Path, text: str, said: str) -> None:
     file = write(tmp_path, text)
     with pytest.raises(ConfigError) as refused:
         load(file, environ={})
@@ -293,7 +286,7 @@ GIVEN = st.dictionaries(st.sampled_from(Config.__struct_fields__), WORDS, max_si
 
 
 @given(GIVEN, GIVEN)
-def test_settings_of_any_text_are_refused_or_load_again_from_what_they_are(
+def test_settings_of_any_text_are_refused_or_survive_a_round_trip(
     flags: dict[str, str], variables: dict[str, str]
 ) -> None:
     try:

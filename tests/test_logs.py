@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,23 +19,10 @@ from kvdepot.client import MessageQueueClient
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
 from tests.client.engine import CHUNK, Engine
-from tests.conftest import HANG_S, Depot, StartDepot
+from tests.conftest import HANG_S, StartDepot
 from tests.core.desk import Desk, lookup, prompt, retrieve, store
 
-
-class Written:
-    """The log as its reader sees it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def read(self) -> str:
-        for handler in logging.getLogger().handlers:
-            handler.flush()
-        return self._path.read_bytes().decode()
-
-
-Configure = Callable[[str], Written]
+Configure = Callable[[str], Callable[[], str]]
 
 
 @pytest.fixture
@@ -54,13 +40,19 @@ def set_up() -> Iterator[Callable[[str, int], None]]:
 
 @pytest.fixture
 def configure(set_up: Callable[[str, int], None], tmp_path: Path) -> Iterator[Configure]:
-    """Set up logging and return its output."""
+    """Set up logging; returns a function that reads the log."""
     path = tmp_path / "log"
+
+    def read() -> str:
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        return path.read_bytes().decode()
+
     with path.open("wb") as file:
 
-        def start(form: str) -> Written:
+        def start(form: str) -> Callable[[], str]:
             set_up(form, file.fileno())
-            return Written(path)
+            return read
 
         yield start
 
@@ -68,33 +60,33 @@ def configure(set_up: Callable[[str, int], None], tmp_path: Path) -> Iterator[Co
 def test_a_failure_that_repeats_is_logged_once_a_minute_with_its_count(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = configure("human")
+    read = configure("human")
     log, now = logs.Sparing(logging.getLogger("kvdepot")), time.monotonic()
     for after_s, line in [(0, "full"), *[(1, "full")] * 300, (2, "gone"), (59, "full"), (61, "full"), (61, "gone")]:
         monkeypatch.setattr(time, "monotonic", partial(float, now + after_s))
         log.warning("%s", line)
     monkeypatch.undo()
-    said = [line.partition("WARNING ")[2] for line in written.read().splitlines()]
+    said = [line.partition("WARNING ")[2] for line in read().splitlines()]
     assert said == ["full", "gone", "full (301 more times since the last such line)"]
 
 
-def test_a_json_line_has_when_how_grave_who_what_and_its_fields(configure: Configure) -> None:
-    written = configure("json")
+def test_a_json_line_has_time_level_logger_message_and_fields(configure: Configure) -> None:
+    read = configure("json")
     before = time.time()
     logging.getLogger("kvdepot.part").warning("lost %d", 3, extra={"request": "r1", "tier": "disk", "client": ""})
-    said = json.loads(written.read())
+    said = json.loads(read())
     assert before - 1 <= said.pop("ts") <= time.time()
     assert said == {"level": "warning", "logger": "kvdepot.part", "message": "lost 3", "request": "r1", "tier": "disk"}
 
 
 @pytest.mark.parametrize("form", ["human", "json"])
 def test_a_traceback_is_bounded_and_looks_like_no_line_of_ours(configure: Configure, form: str) -> None:
-    written = configure(form)
+    read = configure(form)
     try:
         raise KVDepotError("x" * 100_000 + "evil\x1b[31m\n2026-01-31 12:00:00,000 INFO all is well")
     except KVDepotError:
         logging.getLogger("kvdepot").exception("failed")
-    text = written.read()
+    text = read()
     assert len(text) < 20_000 and "\x1b" not in text and "all is well" in text
     first, *others = text.splitlines()
     if form == "json":
@@ -105,11 +97,11 @@ def test_a_traceback_is_bounded_and_looks_like_no_line_of_ours(configure: Config
 
 @pytest.mark.parametrize("form", ["human", "json"])
 @pytest.mark.parametrize("evil", ["a\nERROR b", "\x1b[31m\r", "x" * 100_000, "\udcff", '"}\n{"'])
-def test_what_others_sent_stays_within_its_line_and_bounds(configure: Configure, form: str, evil: str) -> None:
-    written = configure(form)
+def test_text_from_clients_stays_within_one_bounded_log_line(configure: Configure, form: str, evil: str) -> None:
+    read = configure(form)
     logging.getLogger("kvdepot").info("asked", extra={"request": evil})
     logging.getLogger("kvdepot").info("asked %s", evil)
-    text = written.read()
+    text = read()
     assert text.count("\n") == 2 and text.endswith("\n") and "\r" not in text and "\x1b" not in text
     assert len(text.partition("\n")[0]) < 2000 and len(text) < 20_000
 
@@ -124,7 +116,7 @@ def pour(pipe: int, least: int) -> str:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_who_logs_does_not_wait_for_who_reads_and_what_is_lost_is_counted(
+def test_logging_never_waits_for_a_slow_reader_and_counts_lost_lines(
     set_up: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch, blocking: bool
 ) -> None:
     monkeypatch.setattr(logs, "_MOST_LINES", 100)
@@ -173,10 +165,6 @@ def test_a_request_can_be_followed_from_its_lookup_to_its_store(caplog: pytest.L
     assert all(record.client == client.hex()[:8] for record in caplog.records if getattr(record, "request", ""))
 
 
-def lines(server: Depot) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in server.logged().splitlines()]
-
-
 @pytest.mark.faults
 def test_a_server_whose_log_nobody_reads_serves_and_stops(start_depot: StartDepot) -> None:
     mouth, end = os.pipe()
@@ -204,7 +192,7 @@ def test_a_server_logs_json_from_its_first_line_to_its_last(start_depot: StartDe
     client.close()
     engine.close()
     assert server.stop() == 0
-    said = lines(server)
+    said = [json.loads(line) for line in server.logged().splitlines()]
     assert said[-1]["message"] == "stopped" and {"ts", "level", "logger"} <= said[0].keys()
     (failed,) = [line for line in said if line.get("request") == "cmpl-3"]
     assert failed["level"] == "debug" and len(failed["client"]) == 8

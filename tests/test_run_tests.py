@@ -89,7 +89,9 @@ def test_a_test_that_fails_twice_fails_the_run_which_still_names_the_flaky_ones(
     ],
     ids=["a crashed worker", "a crashed pytest", "an error at collection", "no tests"],
 )
-def test_what_is_no_flaky_test_fails_the_run(run_parts: RunParts, content: str, arguments: list[str], why: str) -> None:
+def test_a_failure_of_no_single_test_fails_the_run(
+    run_parts: RunParts, content: str, arguments: list[str], why: str
+) -> None:
     done = run_parts({"test_it": content}, it=[*arguments, "test_it.py"])
     assert done.returncode == 1, done.stdout
     last = done.stdout.splitlines()[-1]

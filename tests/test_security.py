@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -44,48 +44,35 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make anoth
 pytestmark = pytest.mark.faults
 
 
-@pytest.fixture(scope="module")
-def loopback() -> Iterator[Depot]:
-    """A server that every user of this host can reach."""
-    with contextlib.closing(Depot(url=f"tcp://127.0.0.1:{free_port()}", arena_mib=8)) as server:
-        yield server.wait_ready()
-
-
-@pytest.fixture
-def raw(loopback: Depot) -> Iterator[Raw]:
-    client = Raw(loopback)
-    yield client
-    client.close()
-
-
 # -- liveness files
 
 
-def test_a_liveness_without_a_secret_is_refused(raw: Raw) -> None:
-    with Path(SHM / raw.liveness.name).open("r+b") as page:
-        page.write(bytes(4096))
-    for guess in (b"", bytes(16)):
-        assert type(raw.introduce(raw.liveness.name, guess)) is BadRequest
+def test_a_liveness_without_a_secret_is_refused(depot: Depot) -> None:
+    with contextlib.closing(Raw(depot)) as raw:
+        (SHM / raw.liveness.name).write_bytes(bytes(4096))
+        for guess in (b"", bytes(16)):
+            assert type(raw.introduce(raw.liveness.name, guess)) is BadRequest
 
 
 # -- modes and owners
 
 
+@contextlib.contextmanager
+def no_umask() -> Iterator[None]:
+    old = os.umask(0)
+    yield
+    os.umask(old)
+
+
 def test_every_file_is_the_users_own_under_a_umask_that_forbids_nothing(tmp_path: Path) -> None:
     url, name = f"ipc://{tmp_path}/depot.sock", f"kvdepot-test-{secrets.token_hex(6)}"
-    old = os.umask(0)
-    try:
+    with no_umask():
         server = Depot(url=url, name=name, arena_mib=4)
         client = MessageQueueClient(url, server.context)
-    finally:
-        os.umask(old)
-    try:
+    with contextlib.closing(server), contextlib.closing(client):
         client.learn_chunk_size(HANG_S)
         files = [tmp_path / "depot.sock", tmp_path / "depot.sock.lock", SHM / name, SHM / client.liveness.name]
         assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600] * 4
-    finally:
-        client.close()
-        server.close()
 
 
 @as_root
@@ -109,7 +96,7 @@ def test_a_client_does_not_connect_to_another_users_socket(tmp_path: Path, kind:
 
 
 @as_root
-def test_a_client_says_nothing_to_a_socket_that_another_user_made_later(tmp_path: Path) -> None:
+def test_a_client_sends_nothing_to_a_socket_that_another_user_made_later(tmp_path: Path) -> None:
     path = tmp_path / "depot.sock"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     client = MessageQueueClient(f"ipc://{path}", context)
@@ -128,16 +115,16 @@ def test_a_client_says_nothing_to_a_socket_that_another_user_made_later(tmp_path
     context.term()
 
 
-def test_a_liveness_whose_place_holds_something_else_does_not_stop_the_server(loopback: Depot) -> None:
+def test_a_liveness_whose_place_holds_something_else_does_not_stop_the_server(depot: Depot) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", _IMPOSTOR, loopback.url], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+        [sys.executable, "-c", _IMPOSTOR, depot.url], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
     )
     with child:
         assert child.stdout is not None
         liveness = SHM / child.stdout.readline().strip()
         child.kill()
     try:
-        eventually(lambda: loopback.status()["clients"] == 1)
+        eventually(lambda: depot.status()["clients"] == 1)
         assert liveness.is_dir()
     finally:
         liveness.rmdir()
@@ -202,11 +189,8 @@ def asks(server: Depot, key: Path | str, timeout_s: float = 5.0) -> MessageQueue
 
 def test_keygen_makes_keys_that_only_their_user_can_read(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "keys"
-    old = os.umask(0)
-    try:
+    with no_umask():
         keygen(folder, "engine-1", "engine_2", tenant="blue")
-    finally:
-        os.umask(old)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
     assert modes == dict.fromkeys(["server.key", "engine-1.key", "engine_2.key", "clients.toml"], 0o600)
@@ -219,7 +203,7 @@ def test_keygen_makes_keys_that_only_their_user_can_read(tmp_path: Path) -> None
     assert not any(secret in (folder / "clients.toml").read_text() for secret in secrets_in(folder))
 
 
-def test_keygen_refuses_what_is_no_name_no_private_folder_and_never_overwrites(keys: Path, tmp_path: Path) -> None:
+def test_keygen_refuses_bad_names_and_open_folders_and_never_overwrites(keys: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in keys.iterdir()}
     for client in ("../eve", "", "x" * 65, "server", "eve\n"):
         assert run("keygen", keys, client).returncode == 2
@@ -249,17 +233,6 @@ def test_an_address_beyond_the_loopback_needs_keys(tmp_path: Path) -> None:
     assert ended.returncode == 2
     assert "kvdepot keygen" in ended.stderr and "Traceback" not in ended.stderr
     assert not (SHM / name).exists()
-
-
-def test_clients_whose_key_the_server_knows_are_served(keyed: Depot, keys: Path) -> None:
-    client = asks(keyed, keys / "bob.key")
-    assert client is not None
-    assert client.ask(wire.Noop()).result(HANG_S) == "ok"
-    client.close()
-    printed = run("status", "--url", keyed.url, "--json", KVDEPOT_KEY=str(keys / "bob.key"))
-    assert json.loads(printed.stdout)["chunk_size_tokens"] == 256
-    printed = run("status", "--url", keyed.url, "--json", "--key", keys / "alice.key", KVDEPOT_KEY="")
-    assert json.loads(printed.stdout)["chunk_size_tokens"] == 256
 
 
 def test_a_client_without_a_known_key_gets_no_service_and_is_counted(
@@ -330,7 +303,7 @@ def test_a_key_file_that_cannot_be_used_is_refused_without_telling_what_is_in_it
 
 
 @pytest.mark.parametrize("kind", ["missing", "directory", "pipe"])
-def test_a_key_file_that_is_none_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+def test_a_missing_or_special_key_file_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "alice.key"
     if kind == "directory":
         path.mkdir(mode=0o700)
@@ -355,9 +328,7 @@ def test_a_key_file_that_is_none_is_refused_by_name(tmp_path: Path, kind: str) -
         ("clients.toml", '[a]\npublic = "{0}"\ntenent = "b"\n', 0o600),
     ],
 )
-def test_keys_of_a_server_that_make_no_sense_are_refused_by_file(
-    keys: Path, name: str, text: str | None, mode: int
-) -> None:
+def test_invalid_key_files_of_a_server_are_refused_by_file(keys: Path, name: str, text: str | None, mode: int) -> None:
     path = keys / name
     if text is not None:
         path.write_text(text.format("x" * 40))
@@ -473,42 +444,12 @@ def test_nothing_prints_a_secret(
 
 # -- no code from outside
 
-DANGEROUS = {"eval", "exec", "compile", "__import__", "import_module", "loads", "load", "run_path", "run_module"}
-MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "imp", "runpy", "code", "codeop"}
 
-
-def is_of_our_own(name: ast.expr) -> bool:
-    """Whether a name of a module begins with that of this package."""
-    match name:
-        case ast.JoinedStr(values=[ast.Constant(value=str() as first), *_]):
-            return first.startswith("kvdepot.")
-    return False
-
-
-def test_no_source_unpickles_evaluates_or_imports_what_came_from_outside() -> None:
-    allowed = {("tomllib", "loads"), ("json", "loads"), ("", "load"), ("tl", "load")}  # config.load; the kernel's
-    seen = 0
-    for path in sorted(Path(kvdepot_package.__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            seen += 1
-            where = f"{path.name}:{getattr(node, 'lineno', 0)}"
-            if isinstance(node, ast.Import):
-                assert not MODULES & {alias.name.split(".")[0] for alias in node.names}, where
-            elif isinstance(node, ast.ImportFrom):
-                assert (node.module or "").split(".")[0] not in MODULES, where
-            elif isinstance(node, ast.Call):
-                owner, name = "", ""
-                if isinstance(node.func, ast.Name):
-                    name = node.func.id
-                elif isinstance(node.func, ast.Attribute):
-                    name = node.func.attr
-                    owner = node.func.value.id if isinstance(node.func.value, ast.Name) else "?"
-                literal = bool(node.args) and (isinstance(node.args[0], ast.Constant) or is_of_our_own(node.args[0]))
-                if name in DANGEROUS and (owner, name) not in allowed:
-                    assert name in {"import_module", "compile"}, where
-                    assert literal or (owner, name) in {("re", "compile"), ("triton", "compile")}, where
-                assert not any(keyword.arg == "shell" for keyword in node.keywords), where
-    assert seen > 10_000
+def test_modules_are_imported_by_names_of_our_own() -> None:
+    """Ruff refuses pickle, marshal, eval, exec and shells (pyproject.toml)."""
+    sources = [path.read_text() for path in Path(kvdepot_package.__file__).parent.rglob("*.py")]
+    names = [name for source in sources for name in re.findall(r"import_module\((.*)", source)]
+    assert names and all(name.startswith(('"', 'f"kvdepot.')) for name in names), names
 
 
 def test_tenants_of_the_settings_file_get_their_memory_and_an_operator_changes_it(

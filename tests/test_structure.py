@@ -114,7 +114,7 @@ def test_every_module_and_folder_has_its_floor_and_few_stand_outside() -> None:
         ("errors.py", "import kvdepot.config", "errors imports config"),
     ],
 )
-def test_what_is_against_the_floors_is_found(tmp_path: Path, module: str, line: str, fault: str) -> None:
+def test_planted_violations_of_the_layers_are_found(tmp_path: Path, module: str, line: str, fault: str) -> None:
     shutil.copytree(PACKAGE, tmp_path / "kvdepot", ignore=shutil.ignore_patterns("page", "__pycache__"))
     planted = tmp_path / "kvdepot" / module
     planted.write_text(f"{planted.read_text()}\n\ndef planted() -> None:\n    {line.strip()}\n")

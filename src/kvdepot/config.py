@@ -33,7 +33,7 @@ _LONGEST_SOCKET = len("/engine-0123456789abcdef.sock")
 """Bytes of the longest name of a socket in this user's folder."""
 _PREFIX = "KVDEPOT_"
 MOST_SALTS = 64
-"""Tables of salts. Each salt has another value for each tenant."""
+"""The most tables `[salts.SALT]` in a settings file."""
 _CONTRACT_TOKENS = 256
 """Tokens per chunk with `chunk_size = auto`, of clients of the LMCache contract, and with remote tiers."""
 SMALLEST_BLOCK = 16
@@ -339,17 +339,20 @@ def _hints() -> dict[str, object]:
     return get_type_hints(Config, include_extras=True)
 
 
-def odd_chunk_size(config: Config) -> str:
-    """The effect on engines of a chunk size that no vLLM block divides; empty if one does."""
-    chunk_size = config.chunk_tokens
-    if chunk_size % SMALLEST_BLOCK == 0:
-        return ""
-    fitting = -(-chunk_size // SMALLEST_BLOCK) * SMALLEST_BLOCK
-    return (
-        f"chunk size {chunk_size} is not a multiple of {SMALLEST_BLOCK}, vLLM's smallest block. kvdepot's vLLM "
-        f"connector uses whole blocks instead: {fitting} tokens with blocks of {SMALLEST_BLOCK}. A client of the "
-        f"LMCache contract is refused if its block does not divide {chunk_size}"
-    )
+def doubts(config: Config) -> list[tuple[str, str]]:
+    """Probable mistakes in usable settings, each with advice: a chunk size that no vLLM block divides, and variables of
+    the environment that look like settings."""
+    chunk_size, found = config.chunk_tokens, []
+    if chunk_size % SMALLEST_BLOCK:
+        fitting = -(-chunk_size // SMALLEST_BLOCK) * SMALLEST_BLOCK
+        what = (
+            f"chunk size {chunk_size} is not a multiple of {SMALLEST_BLOCK}, vLLM's smallest block. kvdepot's vLLM "
+            f"connector uses whole blocks instead: {fitting} tokens with blocks of {SMALLEST_BLOCK}. A client of the "
+            f"LMCache contract is refused if its block does not divide {chunk_size}"
+        )
+        found.append((what, f"--chunk-size {Config().chunk_size}, the default, suits vLLM"))
+    strays = stray_variables(os.environ)
+    return found + [(f"environment variable {name} is not a setting", advice) for name, advice in strays]
 
 
 def load(
@@ -434,24 +437,22 @@ def _refuse_unknown(source: Mapping[str, str]) -> None:
         )
 
 
-_OTHER_VARIABLES = {"KVDEPOT_KEY", "KVDEPOT_BENCH_TRACE", "KVDEPOT_TRACE"}
-"""Variables that we read but that are not settings of the server."""
-_LINK = re.compile(r"KVDEPOT_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)?)")
+_OTHER_VARIABLES = {"KEY", "BENCH_TRACE", "TRACE"}
+"""Variables, after the prefix, that we read but that are not settings of the server."""
+_LINK = re.compile(r"SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)?")
 """Variables that Kubernetes and docker set for a service named kvdepot."""
 
 
 def stray_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     """Variables that look like settings but are not: their names, and what to do."""
-    settings = [name for name in Config.__struct_fields__ if name not in ONLY_IN_FILE]
-    known = {f"{_PREFIX}{name.upper()}" for name in settings} | _OTHER_VARIABLES
-    bare = [name[len(_PREFIX) :] for name in known]  # the prefix would make all names similar
+    known = {name.upper() for name in Config.__struct_fields__ if name not in ONLY_IN_FILE} | _OTHER_VARIABLES
     found = []
-    for name in sorted(name for name in environ if name.startswith(_PREFIX) and name not in known):
-        meant, advice = suggestion(name[len(_PREFIX) :], bare), "`kvdepot config` lists all settings"
-        if meant:
-            advice = f"did you mean {_PREFIX}{meant}?"
-        if not _LINK.fullmatch(name):
-            found.append((name, advice))
+    for variable in sorted(variable for variable in environ if variable.startswith(_PREFIX)):
+        name = variable[len(_PREFIX) :]  # the prefix would make all names similar
+        if name not in known and not _LINK.fullmatch(name):
+            meant = suggestion(name, known)
+            advice = f"did you mean {_PREFIX}{meant}?" if meant else "`kvdepot config` lists all settings"
+            found.append((variable, advice))
     return found
 
 

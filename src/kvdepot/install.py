@@ -22,7 +22,7 @@ def advice(extra: str = "") -> str:
 
 
 def again(extra: str = "") -> str:
-    """What to do where this kvdepot must be installed again: from where it came, if that is recorded."""
+    """Advice to install this kvdepot again: from where it came, if that is recorded."""
     from importlib import metadata  # slow to import, and rarely needed
 
     record = None
@@ -40,10 +40,6 @@ def requirements(extra: str = "") -> list[str]:
         declared = metadata.requires("kvdepot") or []
     except metadata.PackageNotFoundError:
         return []
-    needed = []
-    for line in declared:
-        package, _, marker = line.partition(";")
-        found = re.search(r"""extra\s*==\s*['"](.+?)['"]""", marker)
-        if (found[1] if found else marker) == extra:  # other markers are of older Pythons, where pip has heeded them
-            needed.append(package.strip())
-    return needed
+    # Other markers are of older Pythons, where pip has heeded them.
+    lines = (re.sub(r""";.*extra\s*==\s*['"](.+?)['"].*""", r";\1", line).partition(";") for line in declared)
+    return [package.strip() for package, _, name in lines if name == extra]

@@ -13,7 +13,7 @@ import os
 import select
 import threading
 import time
-from logging.handlers import QueueHandler, QueueListener
+from functools import partialmethod
 from queue import SimpleQueue
 from typing import Any
 
@@ -33,9 +33,8 @@ _END_S = 1.0
 
 def configure(level: str, form: str, fd: int = 2) -> None:
     """Log to a descriptor (standard error) from `level` on. form: "human" or "json"."""
-    handler = _Queued()
+    handler = _Writer(fd)
     handler.setFormatter(_Json() if form == "json" else _Human())
-    _Writer(handler, fd).start()
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
@@ -48,17 +47,8 @@ class Sparing:
         self._lock = threading.Lock()
         self._lines: dict[str, tuple[float, int]] = {}  # when each was logged (time.monotonic), repetitions since
 
-    def info(self, text: str, *args: object) -> None:
-        self._write(logging.INFO, text % args)
-
-    def warning(self, text: str, *args: object) -> None:
-        self._write(logging.WARNING, text % args)
-
-    def error(self, text: str, *args: object) -> None:
-        self._write(logging.ERROR, text % args)
-
-    def _write(self, level: int, line: str) -> None:
-        now = time.monotonic()
+    def _write(self, level: int, text: str, *args: object) -> None:
+        line, now = text % args, time.monotonic()
         with self._lock:
             logged, repeated = self._lines.get(line, (-_SPARED_S, 0))
             if now - logged < _SPARED_S:
@@ -69,60 +59,54 @@ class Sparing:
             self._lines[line] = now, 0
         self._log.log(level, "%s%s", line, f" ({repeated} more times since the last such line)" if repeated else "")
 
+    info = partialmethod(_write, logging.INFO)
+    warning = partialmethod(_write, logging.WARNING)
+    error = partialmethod(_write, logging.ERROR)
 
-class _Queued(QueueHandler):
-    """Queues lines for `_Writer`. Never blocks: SimpleQueue has no lock that a writing thread could hold."""
 
-    queue: SimpleQueue[str | threading.Event | None]
+class _Writer(logging.Handler):
+    """Writes lines to a descriptor, on a thread of its own. Whoever logs never blocks: SimpleQueue has no lock that a
+    writing thread could hold."""
 
-    def __init__(self) -> None:
-        super().__init__(SimpleQueue())
-        self.dropped = 0  # changed under the handler's lock
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._fd = fd
+        self._queue: SimpleQueue[str | threading.Event | None] = SimpleQueue()
+        self._dropped = 0  # lines since the start; changed under the handler's lock
+        threading.Thread(target=self._run, name="kvdepot-log", daemon=True).start()
 
-    def prepare(self, record: logging.LogRecord) -> str:
-        return self.format(record)
-
-    def enqueue(self, record: Any) -> None:
-        if self.queue.qsize() >= _MOST_LINES:
-            self.dropped += 1
-        else:
-            self.queue.put_nowait(record)
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._queue.qsize() >= _MOST_LINES:
+            self._dropped += 1
+            return
+        try:
+            self._queue.put_nowait(self.format(record))
+        except (TypeError, ValueError, KeyError):  # a wrong call of a logger: its traceback goes to standard error
+            self.handleError(record)
 
     def flush(self) -> None:
         """Wait until all lines are written, for a second at most."""
         written = threading.Event()
-        self.queue.put_nowait(written)
+        self._queue.put_nowait(written)
         written.wait(_END_S)
 
     def close(self) -> None:
-        self.queue.put_nowait(None)  # QueueListener's sentinel
+        self._queue.put_nowait(None)
         super().close()
 
-
-class _Writer(QueueListener):
-    """Writes lines to a descriptor, on a thread of its own."""
-
-    def __init__(self, handler: _Queued, fd: int) -> None:
-        super().__init__(handler.queue)
-        self._handler = handler
-        self._fd = fd
-        self._reported = 0  # dropped lines that the log has mentioned
-
-    def dequeue(self, block: bool) -> Any:
-        threading.current_thread().name = "kvdepot-log"
-        return super().dequeue(block)
-
-    def handle(self, record: Any) -> None:
-        """Write a line, and how many were dropped before it; or set an event."""
-        if isinstance(record, threading.Event):
-            record.set()
-            return
-        self._write(record)
-        if (dropped := self._handler.dropped) > self._reported:
-            lost, self._reported = dropped - self._reported, dropped
-            text = "%d log lines lost: the reader of standard error is too slow"
-            lines = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (lost,), None)
-            self._write(self._handler.format(lines))
+    def _run(self) -> None:
+        """Write lines, and how many were dropped before each."""
+        reported = 0
+        while (line := self._queue.get()) is not None:
+            if isinstance(line, threading.Event):
+                line.set()
+                continue
+            self._write(line)
+            if (dropped := self._dropped) > reported:
+                lost, reported = dropped - reported, dropped
+                text = "%d log lines lost: the reader of standard error is too slow"
+                lines = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (lost,), None)
+                self._write(self.format(lines))
 
     def _write(self, line: str) -> None:
         # Not through sys.stderr, because the interpreter's exit would wait for its lock, which this thread may hold.

@@ -113,7 +113,7 @@ def _not_a_number(name: str, value: object, is_whole: bool) -> str:
 
 
 def fault_of(exc: msgspec.DecodeError | UnicodeDecodeError) -> str:
-    """What is wrong with an object that was sent as JSON, after the field that it is wrong in."""
+    """The fault of an object that was sent as JSON, after the name of the wrong field."""
     text, _, path = str(exc).partition(" - at `$")
     text, field = text.removeprefix("JSON is malformed: "), path.rstrip("`").lstrip(".")
     said = text[:1].lower() + text[1:] if isinstance(exc, msgspec.ValidationError) else f"not JSON ({text})"

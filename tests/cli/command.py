@@ -14,8 +14,7 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ def run(*words: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def _without_a_terminal() -> dict[str, str]:
-    """The environment without the size of a terminal: readline, which pytest imports, sets one."""
+    """The environment without COLUMNS and LINES, which readline sets when pytest imports it."""
     return {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
 
 
@@ -55,7 +54,7 @@ def doctor(*words: str, **environ: str) -> tuple[int, dict[str, list[dict[str, s
 
 
 def heed_signals() -> None:
-    """What a shell starts in the background ignores interrupts, what nohup starts hangups, and both hand that on."""
+    """Undo what this process may have inherited: a shell's background jobs ignore SIGINT, and nohup's ignore SIGHUP."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
@@ -110,10 +109,5 @@ class Terminal:
             self.process.wait(HANG_S)
 
 
-@contextmanager
-def terminal(*words: str, **options: Any) -> Iterator[Terminal]:
-    made = Terminal(*words, **options)
-    try:
-        yield made
-    finally:
-        made.close()
+def terminal(*words: str, **options: Any) -> closing[Terminal]:
+    return closing(Terminal(*words, **options))

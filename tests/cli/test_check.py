@@ -23,7 +23,7 @@ CHUNKS = 10
 
 
 class Left:
-    """An arena with chunks that a killed server left, each time as it was."""
+    """The arena of a killed server, with ten chunks; `restore` undoes what a test has changed in the file."""
 
     def __init__(self) -> None:
         server = Depot("--verify", "always", arena_mib=4).wait_ready()
@@ -115,7 +115,7 @@ def test_damage_is_found_and_nothing_is_changed(left: Left, check: Run, what: st
 @pytest.mark.parametrize(
     ("offset", "said"), [(0, "not a kvdepot arena"), (8, "format "), (20, "header"), (None, "truncated")]
 )
-def test_what_is_no_whole_arena_of_ours_is_named(left: Left, check: Run, offset: int | None, said: str) -> None:
+def test_check_names_a_file_that_is_not_a_complete_arena(left: Left, check: Run, offset: int | None, said: str) -> None:
     if offset is None:
         os.truncate(left.path, HEADER_BYTES + 100)
     else:
@@ -124,7 +124,7 @@ def test_what_is_no_whole_arena_of_ours_is_named(left: Left, check: Run, offset:
     assert code == 1 and said in told
 
 
-def test_an_arena_that_is_not_there_is_named(check: Run) -> None:
+def test_check_names_a_missing_arena(check: Run) -> None:
     name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
     code, said = check(name)
     assert (code, name in said, "Traceback" not in said) == (1, True, True)

@@ -29,7 +29,7 @@ def test_warm_and_forget_say_what_they_did(depot: Depot, used: Engine, tmp_path:
 
 
 @pytest.mark.faults
-def test_a_dry_run_counts_and_chunks_that_may_remain_are_no_success(start_depot: StartDepot, tmp_path: Path) -> None:
+def test_a_dry_run_counts_and_forget_fails_if_chunks_may_remain(start_depot: StartDepot, tmp_path: Path) -> None:
     tier = f"disk://{tmp_path}/kv"
     depot = start_depot("--tiers", f"{tier}?capacity_gib=1", "redis://127.0.0.1:1")
     engine = Engine(depot)
@@ -63,7 +63,7 @@ def test_a_dry_run_counts_and_chunks_that_may_remain_are_no_success(start_depot:
     ],
     ids=str,
 )
-def test_forget_refuses_what_was_not_said_clearly(words: list[str], said: str, tmp_path: Path) -> None:
+def test_forget_refuses_an_ambiguous_scope_and_asks_for_consent(words: list[str], said: str, tmp_path: Path) -> None:
     done = run("forget", *words, "--url", f"ipc://{tmp_path}/none.sock")
     assert (done.returncode, done.stdout) == (2, "") and said in done.stderr
 

@@ -18,7 +18,7 @@ from tests.conftest import StartDepot, eventually
 
 
 @pytest.mark.faults
-def test_the_wait_for_a_server_is_told_on_a_terminal_and_can_be_interrupted(tmp_path: Path) -> None:
+def test_a_command_on_a_terminal_says_that_it_waits_and_can_be_interrupted(tmp_path: Path) -> None:
     with terminal("status", "--url", f"ipc://{tmp_path}/x", columns=200) as waits:
         eventually(lambda: f"waiting for a server at ipc://{tmp_path}/x" in waits.text)
         waits.process.send_signal(signal.SIGINT)

@@ -64,8 +64,27 @@ def test_inspect_names_the_tiers_that_have_a_chunk_too(start_depot: StartDepot, 
     engine.close()
 
 
-@pytest.mark.parametrize("words", ["", "--hashes y --tokens x", "--compare --tokens x"])
-def test_what_names_no_prompt_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.faults
+def test_without_a_comparison_none_differed_and_nothing_is_released(depot: Depot) -> None:
+    done = run("inspect", "--compare", "--url", depot.url)
+    assert (done.returncode, done.stdout) == (0, "since the server started: 0 shards compared, 0 differed\n")
+    nothing = {"compared_chunks": 0, "differing_chunks": 0, "quarantined": [], "mismatches": []}
+    assert json.loads(run("inspect", "--compare", "--json", "--url", depot.url).stdout) == nothing
+    done = run("inspect", "--release", "m", "--url", depot.url)
+    assert (done.returncode, done.stdout) == (1, "no such model is in quarantine\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "give exactly one of --tokens and --hashes"),
+        ("--hashes y --tokens x", "give exactly one of --tokens and --hashes"),
+        ("--compare --tokens x", "--compare and --release need no prompt"),
+        ("--release m --salt s", "--compare and --release need no prompt"),
+    ],
+)
+def test_inspect_refuses_options_that_name_no_prompt_or_two(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["inspect", *words.split()]) == 2
-    wanted = "--compare needs no prompt" if "compare" in words else "give exactly one of --tokens and --hashes"
-    assert wanted in capsys.readouterr().err
+    assert said in capsys.readouterr().err

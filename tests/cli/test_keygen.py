@@ -22,11 +22,9 @@ from kvdepot.protocol.curve import read_client_key
 
 
 @pytest.mark.faults
-def test_keys_that_there_was_no_room_for_are_taken_back_and_can_be_made_again(tmp_path: Path) -> None:
+def test_keygen_on_a_full_disk_leaves_no_partial_key(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
-    for most_bytes in range(
-        20, 400, 60
-    ):  # the server's key, a client's, and who the clients are, each cut off somewhere
+    for most_bytes in range(20, 400, 60):  # the server's key, a client's and the list of clients are each cut off
         done = subprocess.run(
             [sys.executable, "-B", "-m", "kvdepot.cli", "keygen", str(folder), "alice", "bob"],
             capture_output=True, text=True, timeout=HANG_S, check=False,

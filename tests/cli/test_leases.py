@@ -52,7 +52,7 @@ def test_a_lease_is_started_listed_and_released_with_its_chunks(depot: Depot, en
 
 
 @pytest.mark.faults
-def test_a_lease_of_a_prompt_to_come_says_so_and_can_end_without_it(depot: Depot, engine: Engine, file: Path) -> None:
+def test_a_lease_of_an_unstored_prompt_waits_for_its_chunks(depot: Depot, engine: Engine, file: Path) -> None:
     file.write_text(json.dumps([4] * CHUNK))
     which = ("--tokens", str(file), "--model", engine.model, "--url", depot.url)
     done = run("lease", "later", *which)

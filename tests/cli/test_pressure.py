@@ -58,7 +58,7 @@ def test_a_storm_fails_by_its_slowest_tokens_its_rate_or_its_answers(
     assert all(word in fault for fault, word in zip(faults, said, strict=True))
 
 
-def test_what_storms_without_the_depot_round_is_allowed_with_it() -> None:
+def test_a_storm_may_differ_as_much_as_storms_without_the_depot() -> None:
     computed = [storm(loaded=0), storm(loaded=0, logprob=-0.75)]
     assert judge(4096, CASES, computed, [storm(0.5, logprob=-0.9)], rounding=0.0).faults == []
 

@@ -12,6 +12,7 @@ from tests.client.engine import CHUNK, Engine
 from tests.conftest import Depot, StartDepot
 
 MIB = 1 << 20
+EVICTED = "what X has above 1 MiB would be evicted"
 
 
 @pytest.mark.faults
@@ -40,13 +41,9 @@ def test_a_cap_that_may_evict_is_set_only_after_asking(start_depot: StartDepot) 
 @pytest.mark.parametrize(
     ("now", "new", "losses"),
     [
-        (Quota(), Quota(cap_bytes=MIB), ["memory: what X has above 1 MiB would be evicted"]),
+        (Quota(), Quota(cap_bytes=MIB), [f"memory: {EVICTED}"]),
         (Quota(cap_bytes=MIB), Quota(cap_bytes=2 * MIB), []),
-        (
-            Quota(disk_cap_bytes=2 * MIB),
-            Quota(disk_cap_bytes=MIB),
-            ["each tier disk://: what X has above 1 MiB would be evicted"],
-        ),
+        (Quota(disk_cap_bytes=2 * MIB), Quota(disk_cap_bytes=MIB), [f"each tier disk://: {EVICTED}"]),
         (Quota(ttl_s=90), Quota(ttl_s=60), ["chunks of X that are older than 1 min 0 s would be removed"]),
         (Quota(ttl_s=60), Quota(ttl_s=90), []),
     ],
@@ -69,7 +66,7 @@ def test_only_a_lower_limit_removes_chunks(now: Quota, new: Quota, losses: list[
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
-def test_a_quota_that_cannot_be_is_refused_before_any_question(depot: Depot, words: list[str], fault: str) -> None:
+def test_an_impossible_quota_is_refused_before_any_question(depot: Depot, words: list[str], fault: str) -> None:
     tried = run("quota", "--salt", "ten", *words, "--url", depot.url)
     assert tried.returncode in (1, 2)
     assert fault in tried.stderr and "--yes" not in tried.stderr

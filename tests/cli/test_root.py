@@ -19,26 +19,19 @@ from tests.client.engine import Engine
 from tests.conftest import HANG_S, Depot
 
 
-def test_a_mistyped_command_or_option_is_answered_with_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["stauts"]) == 2
-    assert "'status'" in capsys.readouterr().err
-    assert cli.main(["serve", "--chunk-sise", "9"]) == 2
-    assert "'--chunk-size'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("list", "status"), ("info", "status"), ("ping", "status"), ("flush", "forget"), ("version", "--version"),
-        ("pin", "lease"), ("leases", "lease"), ("get", "inspect"),
+        ("stauts", "status"), ("list", "status"), ("flush", "forget"), ("version", "--version"), ("pin", "lease"),
+        ("serve --chunk-sise 9", "--chunk-size"),
     ],
 )  # fmt: skip
-def test_a_command_of_other_programs_is_answered_with_ours(
+def test_an_unknown_command_or_option_is_answered_with_a_suggestion(
     capsys: pytest.CaptureFixture[str], typed: str, meant: str
 ) -> None:
-    assert cli.main([typed]) == 2
-    said = f"kvdepot: No such command {typed!r}. Did you mean {meant!r}? (see `kvdepot --help`)\n"
-    assert capsys.readouterr().err == said
+    assert cli.main(typed.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("kvdepot: No such ") and f"{meant!r}" in said
 
 
 @pytest.mark.parametrize("words", [["serve", "--chunk-size"], ["warm"], ["top", "--interval", "0"], ["keygen"]])
@@ -69,7 +62,7 @@ def test_every_command_has_help_and_the_first_help_has_the_exit_codes(capsys: py
         (["status", "--json"], 0, ["rich", "argparse", "asyncio", "torch", "numpy", "xxhash", "http"]),
     ],
 )
-def test_what_a_command_does_not_need_is_not_imported(
+def test_commands_import_no_slow_module_that_they_do_not_use(
     depot: Depot, words: list[str], code: int, unwanted: list[str]
 ) -> None:
     script = (
@@ -94,7 +87,7 @@ def test_tiers_can_follow_one_flag_or_each_its_own(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.faults
-def test_who_reads_no_further_ends_the_command_without_a_traceback(depot: Depot) -> None:
+def test_a_closed_pipe_ends_the_command_without_a_traceback(depot: Depot) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "kvdepot.cli", "status", "--watch", "0.1", "--json", "--url", depot.url],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -108,7 +101,7 @@ def test_who_reads_no_further_ends_the_command_without_a_traceback(depot: Depot)
 
 @pytest.mark.faults
 @pytest.mark.parametrize("words", [["config"], ["--help"]], ids=" ".join)
-def test_output_that_there_is_no_room_for_is_told_without_a_traceback(words: list[str]) -> None:
+def test_a_full_disk_is_reported_without_a_traceback(words: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "kvdepot.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True,
@@ -124,7 +117,7 @@ NO_UTF8 = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
 @pytest.mark.parametrize(
     "locale", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"}, NO_UTF8], ids=["ascii", "latin-1", "C"]
 )
-def test_every_encoding_of_the_terminal_will_do(
+def test_commands_print_in_every_encoding_of_the_terminal(
     locale: dict[str, str], used: Engine, depot: Depot, tmp_path: Path
 ) -> None:
     """Rounded lines, microseconds and names of others are letters that many encodings lack."""
@@ -133,11 +126,8 @@ def test_every_encoding_of_the_terminal_will_do(
     server = ("--url", depot.url)
     for words in (["status", *server], ["lease", *server], ["doctor", *server], ["config", "--config", str(settings)]):
         done = subprocess.run(
-            module_command("kvdepot.cli", *words),
-            capture_output=True,
-            timeout=HANG_S,
-            env=os.environ | locale,
+            module_command("kvdepot.cli", *words), capture_output=True, timeout=HANG_S, env=os.environ | locale,
             check=False,
-        )
+        )  # fmt: skip
         assert b"Traceback" not in done.stderr and done.stdout, done.stderr
     assert b"m\xc3\xbcller" in done.stdout or b"m\xfcller" in done.stdout or b"m?ller ?" in done.stdout

@@ -26,7 +26,7 @@ from tests.programs import missing
         "redis://localhost/x", "disk://kv",
     ],
 )  # fmt: skip
-def test_a_tier_that_is_written_wrong_is_told_once_and_ends_the_server_at_its_start(tier: str, tmp_path: Path) -> None:
+def test_serve_refuses_a_wrong_tier_url_and_names_it_once(tier: str, tmp_path: Path) -> None:
     """Also where the value of an unknown option, which may be a secret and is not told, occurs in the path."""
     done = run("serve", "--url", f"ipc://{tmp_path}/s", "--http", "off", "--tiers", tier.format(folder=tmp_path))
     assert done.returncode == 2
@@ -35,7 +35,7 @@ def test_a_tier_that_is_written_wrong_is_told_once_and_ends_the_server_at_its_st
 
 
 @pytest.mark.faults
-def test_what_is_set_in_vain_or_fits_no_engine_is_told_when_the_server_starts(
+def test_serve_and_config_warn_of_stray_variables_and_odd_chunk_sizes(
     start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KVDEPOT_ARENA_GB", "1")

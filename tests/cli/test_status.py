@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import signal
@@ -18,6 +17,7 @@ from tests.cli.command import doctor, run
 from tests.conftest import HANG_S, StartDepot, eventually, suspend
 from tests.ports import free_port
 from tests.tiers.servers import need
+from tests.web.conftest import Web
 
 pytestmark = pytest.mark.faults
 
@@ -29,7 +29,7 @@ def page(url: str, **environ: str) -> tuple[str, str]:
     return said.get("url", ""), said.get("token", "")
 
 
-def test_the_page_answers_and_changes_need_its_token(start_depot: StartDepot) -> None:
+def test_the_url_of_the_page_and_its_token_are_printed(start_depot: StartDepot) -> None:
     need(modules=["uvicorn", "prometheus_client"])
     at = f"127.0.0.1:{free_port()}"
     depot = start_depot("--http", at, arena_mib=8)
@@ -38,14 +38,7 @@ def test_the_page_answers_and_changes_need_its_token(start_depot: StartDepot) ->
     assert run("status", "--http", "--url", depot.url).stdout == f"{address}\n"
     place, _, shown = address.partition("/#token=")
     assert (place, unquote(shown)) == (f"http://{at}", token)
-    codes = []
-    for header in ({}, {"authorization": f"Bearer {token}"}):
-        connection = http.client.HTTPConnection(at, timeout=HANG_S)
-        body = json.dumps({"name": "nothing"})
-        connection.request("POST", "/v1/unpin", body, {"content-type": "application/json", **header})
-        codes.append(connection.getresponse().status)
-        connection.close()
-    assert codes[0] == 401 and codes[1] != 401
+    assert Web(depot).ask("POST", "/v1/warm", b"{", token).status == 400, "the token is right, what is asked is not"
     _, found = doctor("--url", depot.url, KVDEPOT_HTTP=at)
     assert found["web page"][0]["state"] == "ok"
 

@@ -67,7 +67,7 @@ def test_top_exits_with_1_after_an_error_of_its_screen(depot: Depot, tmp_path: P
 
 
 @pytest.mark.faults
-def test_top_without_a_terminal_or_textual_says_what_there_is_instead(depot: Depot) -> None:
+def test_top_without_a_terminal_names_the_alternative(depot: Depot) -> None:
     done = run("top", "--url", depot.url)
     assert (done.returncode, done.stdout) == (2, "")
     assert "needs a terminal" in done.stderr and "kvdepot status" in done.stderr

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvdepot.cli.check import Report, audit
+from kvdepot.cli.check import Audit, audit
 from tests.conftest import SHM, Depot, StartDepot, eventually
 from tests.faults.conftest import Driver, StartDriver, Watcher, settled
 from tests.faults.tail_engine import CHUNKS, TOKENS
@@ -125,7 +125,7 @@ def test_a_tail_that_was_being_written_at_a_kill_of_both_sides_is_gone(
     assert (report.used_bytes, report.chunks) == (status["used_bytes"], status["chunks"])
 
 
-def sound(depot: Depot, tails: list[int], halves: int = 0) -> Report:
+def sound(depot: Depot, tails: list[int], halves: int = 0) -> Audit:
     """The audit of a killed server's arena: it has these tails, each record its bytes, and memory is accounted.
 
     halves: tails of which only the first part is there.

@@ -70,7 +70,7 @@ def test_the_self_test_passes_and_measures(case: Case) -> None:
 
 
 @pytest.mark.parametrize("is_registered", [False, True])
-def test_a_load_within_a_step_comes_after_what_is_queued_and_before_what_follows(
+def test_a_load_within_a_step_runs_between_earlier_and_later_work_of_the_stream(
     case: Case, is_registered: bool
 ) -> None:
     """The current stream is busy for a while, then writes the blocks that are loaded, and later reads them."""

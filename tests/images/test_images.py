@@ -30,8 +30,6 @@ USER = 10001
 START_S = 600
 SHARED = SHM / "kvdepot-test-images"
 """The folder of the machine that containers mount as /run/kvdepot where they do as Kubernetes does."""
-PLACE = ("--env", "KVDEPOT_ARENA_DIR=/run/kvdepot", "--env", "KVDEPOT_URL=ipc:///run/kvdepot/depot.sock")
-"""Where server and engine find each other if they share a volume at /run/kvdepot."""
 LEAST = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "all", "--security-opt", "no-new-privileges")
 ENGINE = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
 SETTINGS = {"CONTAINERS_CONF": str(HERE / "containers.conf"), "PREFIX": IMAGES, "KVDEPOT_ARENA_GIB": "0.5"}
@@ -141,15 +139,6 @@ def stores(*arguments: str) -> str:
     mount = f"{HERE / 'stores.py'}:/stores.py:ro"
     flags = ["--rm", "--shm-size", "64m", "--volume", mount, "--entrypoint", "python"]
     return podman("run", *LEAST, *flags, *arguments, f"{IMAGES}/demo", "/stores.py")
-
-
-def test_server_and_engine_share_one_volume_and_no_namespace() -> None:
-    with volume() as memory, server(*PLACE, "--volume", f"{memory}:/run/kvdepot") as name:
-        shared = (*PLACE, "--volume", f"{memory}:/run/kvdepot")
-        assert stores(*shared, "--network", "none") == "stored and loaded"
-        assert "no kvdepot server answers" in stores(
-            *PLACE, "--network", f"container:{name}", "--pid", f"container:{name}"
-        )
 
 
 def test_dev_shm_may_be_the_volume() -> None:

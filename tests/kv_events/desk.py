@@ -38,21 +38,15 @@ def keys(tokens: Sequence[int], lookahead: int = 0) -> list[bytes]:
 
 def described(tokens: Sequence[int], first: int = 0) -> Describe:
     """The description of a prompt's chunks from number `first` on."""
-    chain = [ROOT, *keys(tokens)]
-    return Describe(
-        chain[first], b"".join(chain[first + 1 :]), pack_ids(tokens[first * CHUNK :], "token ids"), CHUNK
-    )  # fmt: skip
+    chain, ids = [ROOT, *keys(tokens)], pack_ids(tokens[first * CHUNK :], "token ids")
+    return Describe(chain[first], b"".join(chain[first + 1 :]), ids, CHUNK)
 
 
 class Follower:
     """A router's subscription: asks for a replay where it joins, and for what it missed."""
 
     def __init__(
-        self,
-        endpoint: str,
-        clears: bool = True,
-        loses: Callable[[int], bool] = lambda seq: False,
-        key: Path | None = None,
+        self, endpoint: str, clears: bool = True, loses: Callable[[int], bool] = lambda seq: False, key: str | Path = ""
     ) -> None:
         """loses: whether the message of this number is lost."""
         self.router = Router(clears)
@@ -66,7 +60,7 @@ class Follower:
         for socket, url in ((self._sub, endpoint), (self._dealer, replay_endpoint(endpoint))):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RECONNECT_IVL, 10)
-            if key is not None:
+            if key:
                 read_client_key(key).use(socket)
             socket.connect(url)
 

@@ -69,7 +69,7 @@ def reading(**options: int) -> Iterator[Reader]:
     reader.feed.close()
 
 
-def test_chunks_that_arrive_in_any_order_are_told_parents_first() -> None:
+def test_chunks_that_arrive_in_any_order_are_published_parents_first() -> None:
     with reading() as reader:
         reader.topics, tokens = {A}, prompt(1, 4)
         chain = keys(tokens)
@@ -83,7 +83,7 @@ def test_chunks_that_arrive_in_any_order_are_told_parents_first() -> None:
         assert not reader.router.passed_over
 
 
-def test_loose_chunks_and_wrong_tokens_are_not_told() -> None:
+def test_loose_chunks_and_wrong_tokens_are_not_published() -> None:
     with reading() as reader:
         reader.topics, tokens = {A}, prompt(1, 2)
         reader.feed.described(described(tokens))
@@ -114,7 +114,7 @@ def test_beyond_the_limit_chunks_are_not_credited_but_those_that_are_stay_so() -
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_router_credits_whatever_is_described_and_there_to_the_topics_that_are(
+def test_a_router_credits_every_topic_with_the_described_chunks_in_memory(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_view, "BATCH", 3)
@@ -151,10 +151,9 @@ def test_a_router_credits_whatever_is_described_and_there_to_the_topics_that_are
                         reader.feed.described(described(tokens))
                         told |= set(keys(tokens))
                 case _:
-                    for number, key in enumerate(keys(tokens), 1):
-                        if matching.is_missing(namespace, 0, key) and (
-                            part := reader.shelf.reserve(keys(tokens), number)
-                        ):
+                    chain = keys(tokens)
+                    for number in [n for n, key in enumerate(chain, 1) if matching.is_missing(namespace, 0, key)]:
+                        if part := reader.shelf.reserve(chain, number):
                             index.seal(part, 0)
             if dice.random() < 0.4:
                 for _ in range(4):  # after an overflow, as long as the listing takes

@@ -68,37 +68,29 @@ class Engine(NativeEngine):
             eventually(lambda answer=answer, client=client: client.pump() or answer.query())
 
 
-@pytest.fixture
-def ending() -> Iterator[contextlib.ExitStack]:
-    """Closes engines and followers at the test's end."""
-    with contextlib.ExitStack() as stack:
-        yield stack
-
-
 class Host:
     """A server, and the engines and followers of one test."""
 
-    def __init__(self, start: StartDepot, ending: contextlib.ExitStack, endpoint: str) -> None:
-        self._start, self._ending, self.endpoint = start, ending, endpoint
+    def __init__(self, start: StartDepot, endpoint: str) -> None:
+        self._start, self.endpoint = start, endpoint
         self.depot = self.serve()
+        self.ending = contextlib.ExitStack()
 
     def serve(self, **options: Any) -> Depot:
         return self._start("--kv-events", self.endpoint, arena_mib=1, **options)
 
     def engine(self, topic: str, **options: Any) -> Engine:
-        engine = Engine(self.depot, topic, **options)
-        self._ending.callback(engine.close)
-        return engine
+        return self.ending.enter_context(contextlib.closing(Engine(self.depot, topic, **options)))
 
     def follower(self, **options: Any) -> Follower:
-        follower = Follower(self.endpoint, **options)
-        self._ending.callback(follower.close)
-        return follower
+        return self.ending.enter_context(contextlib.closing(Follower(self.endpoint, **options)))
 
 
 @pytest.fixture
-def host(start_depot: StartDepot, ending: contextlib.ExitStack, endpoint: str) -> Host:
-    return Host(start_depot, ending, endpoint)
+def host(start_depot: StartDepot, endpoint: str) -> Iterator[Host]:
+    made = Host(start_depot, endpoint)
+    with made.ending:
+        yield made
 
 
 PODS = ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]
@@ -151,9 +143,8 @@ def test_an_engine_that_is_credited_can_load_whatever_was_evicted_meanwhile(host
 
     follower.wait(lambda router: credited(router) == {i: dict.fromkeys(PODS[:2], there[i]) for i in there})
     assert not follower.router.twice
-    client = Client(host.depot.url, host.depot.context)
-    client.ask(wire.Forget()).result(HANG_S)
-    client.close()
+    with contextlib.closing(Client(host.depot.url, host.depot.context)) as client:
+        client.ask(wire.Forget()).result(HANG_S)
     follower.wait(lambda router: credited(router) == {})
     assert not any(follower.router.counts.values())
 
@@ -201,13 +192,10 @@ def publishing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Depot]:
 )  # fmt: skip
 def test_a_description_that_does_not_fit_together_is_refused(publishing: Depot, change: dict[str, Any]) -> None:
     good = {"parent": bytes(32), "hashes": bytes(32), "tokens": bytes(4 * CHUNK), "chunk_tokens": CHUNK}
-    client = Client(publishing.url, publishing.context)
-    try:
+    with contextlib.closing(Client(publishing.url, publishing.context)) as client:
         assert client.ask(wire.Describe(**good)).result(HANG_S) is None  # it fits, though it proves nothing
         with pytest.raises(BadRequest):
             client.ask(wire.Describe(**(good | change))).result(HANG_S)
-    finally:
-        client.close()
 
 
 def test_a_topic_that_is_too_long_is_refused(host: Host) -> None:

@@ -424,7 +424,7 @@ def test_a_sampled_hit_finds_wrong_bytes_and_ends_their_use(
     assert (result["cached"], result["tokens"]) == (0, computed["tokens"])
     eventually(lambda: depot.status()["quarantined"])
     assert compared(depot)[1] > differing
-    said = run("verify", "--url", depot.url)
+    said = run("inspect", "--compare", "--url", depot.url)
     assert said.returncode == 1
     assert "in quarantine: gqa@" in said.stdout
     assert "(sampled hit)" in said.stdout
@@ -432,7 +432,7 @@ def test_a_sampled_hit_finds_wrong_bytes_and_ends_their_use(
     assert engine.run_fresh(tokens)["cached"] == 0
     assert compared(depot) == before, "its chunks are misses"
     (model,) = depot.status()["quarantined"]
-    released = run("verify", "--url", depot.url, "--release", model, "--json")
+    released = run("inspect", "--url", depot.url, "--release", model, "--json")
     assert json.loads(released.stdout) == {"released": 1}
     assert depot.status()["quarantined"] == []
 

@@ -85,11 +85,6 @@ class Certificate(msgspec.Struct):
         if fault:
             self.fail(f"{road}, prompt {case.name}: {fault}")
 
-    def add_pressure(self, found: Pressure) -> None:
-        self.pressure = found
-        for fault in found.faults:
-            self.fail(fault)
-
     def fail(self, fault: str) -> None:
         self.passed = False
         self.faults.append(fault)

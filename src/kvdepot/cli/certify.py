@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import click
 import msgspec
@@ -45,13 +45,16 @@ from kvdepot.values import plural
 
 Start: TypeAlias = Callable[..., "TestedEngine"]
 """Starts an engine with this name, and more arguments of vLLM's."""
+Stage: TypeAlias = "Callable[[TieredServer, Start, Certificate, Progress], None]"
+"""A stage after the comparisons: `_press`, if it was asked for."""
 Prompts: TypeAlias = Sequence[int | str | list[int]]
 """Prompts by length, as text, or as token ids."""
 _OVER = 9
 """Tokens of a generated prompt beyond whole chunks: fewer than a block, so that both caches hold the same tokens."""
 _NEW_TOKENS = 16
 _TRIES = 5
-"""An engine computes what it computes faster than the depot answers; what a tier delivers late, the next try finds."""
+"""Most runs of a prompt until enough of it comes from the depot: an engine computes chunks that a tier would deliver
+too late, and the next run finds these chunks in memory."""
 _STORM = 1 << 16
 """Seed of the first prompt of a storm; other prompts have smaller ones."""
 _START_S, _RUN_S, _SERVER_S, _END_S = 3600.0, 1800.0, 120.0, 30.0
@@ -91,7 +94,7 @@ def certify(
             "KVDEPOT_TIERS": tier or f"disk://{name}/tier?capacity_gib=1024&write=through",
             "KVDEPOT_LOOKUP_S": "8", "KVDEPOT_LOG_LEVEL": "error", "TMPDIR": name,
         }  # fmt: skip
-        found = _certify(Path(name), words, _Wanted(wanted, pressure), update)
+        found = _certify(Path(name), words, wanted, [_press] * pressure, update)
     if as_json:
         print_json(found)
     else:
@@ -119,8 +122,8 @@ def _read(file: str) -> Prompts:
 
 
 class TestedEngine:
-    """One engine, as a group of child processes. about: its description, once it has started. probes: a prompt for the
-    model and each adapter that is not measured. is_able: whether its arguments are right."""
+    """One engine, as a group of child processes. about: its description, once it has started. probes: prompts that are
+    not measured, one for the model and one for each adapter. is_able: whether vLLM has accepted the arguments."""
 
     about: Description
     probes: Sequence[Case] = ()
@@ -224,11 +227,10 @@ class TieredServer(Embedded):
 
     def settle(self) -> Status:
         """Wait until all is stored, and the tier has it."""
-
-        def is_settled(now: Status) -> bool:
-            return not (now.reserved_shards or now.operations or now.tiers[0].queued_bytes or now.tiers[0].saves)
-
-        return self.expect(is_settled, "the tier has not saved all chunks")
+        return self.expect(
+            lambda now: not (now.reserved_shards or now.operations or now.tiers[0].queued_bytes or now.tiers[0].saves),
+            "the tier has not saved all chunks",
+        )
 
     def restart(self) -> int:
         """Kill it, and start another one on its arena; returns how many chunks that cost."""
@@ -254,22 +256,13 @@ class TieredServer(Embedded):
         return self.status().tiers[0].counters.get(name, 0)
 
 
-class _Wanted(NamedTuple):
-    """All that is to be tried. pressure: whether storms are."""
-
-    prompts: Prompts
-    pressure: bool
-
-
-def _certify(folder: Path, words: Sequence[str], wanted: _Wanted, update: Progress) -> Certificate:
-    """Run all. An interrupt ends it, and does not disturb the end."""
-
-    def remove_left() -> None:  # by engines that had to be killed
-        shm.sweep_liveness_files(arena_folder())
-
+def _certify(
+    folder: Path, words: Sequence[str], prompts: Prompts, stages: Sequence[Stage], update: Progress
+) -> Certificate:
+    """Compare, then run further stages. An interrupt ends it, and does not disturb the end."""
     with ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
-        stack.callback(remove_left)
+        stack.callback(lambda: shm.sweep_liveness_files(arena_folder()))  # of engines that had to be killed
         server = stack.enter_context(closing(TieredServer(f"ipc://{folder}/depot.sock", f"{os.getpid()}")))
 
         def start(name: str, *more: str) -> TestedEngine:
@@ -283,9 +276,9 @@ def _certify(folder: Path, words: Sequence[str], wanted: _Wanted, update: Progre
 
         try:
             server.status()
-            found = _examine(server, start, wanted.prompts, update)
-            if wanted.pressure:
-                _press(server, start, found, update)
+            found = _examine(server, start, prompts, update)
+            for stage in stages:
+                stage(server, start, found, update)
             return found
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -310,12 +303,9 @@ def _examine(server: TieredServer, start: Start, prompts: Prompts, update: Progr
                 if answer.loaded >= case.expected:
                     break
             if server.counter("computed_tokens") > before:  # faster than loading from the tier
-                case = without_expectation(case)
+                case = msgspec.structs.replace(case, expected=0)
             found.add(road, case, answer)
             case.expected = max(case.expected, answer.loaded)
-
-    def without_expectation(case: Case) -> Case:
-        return msgspec.structs.replace(case, expected=0)
 
     for number, case in enumerate(cases):
         update("computing, and the engine's own cache", number, len(cases))
@@ -329,7 +319,8 @@ def _examine(server: TieredServer, start: Start, prompts: Prompts, update: Progr
     measure("same engine", one, cases)
     one.close()
     two = start("B")
-    measure("first hit", two, [without_expectation(case) for case in cases[:: len(cases) // len(two.probes)]])
+    firsts = cases[:: len(cases) // len(two.probes)]
+    measure("first hit", two, [msgspec.structs.replace(case, expected=0) for case in firsts])
     measure("fresh engine", two, cases)
     if lost := server.restart():
         found.fail(f"after kill -9: {plural(lost, 'chunk')} did not survive in memory")
@@ -358,7 +349,9 @@ def _press(server: TieredServer, start: Start, found: Certificate, update: Progr
     cases = [Case(f"{number}", _generate(engine, prompt, _STORM + number), 0) for number in range(requests)]
     without, depot = run_storms(lambda source: engine.run(*cases, source=source), server.settle, cases, update)
     cache = engine.about.blocks // max(1, len(held.groups)) * about.block_tokens
-    found.add_pressure(judge(cache, cases, without, depot, found.rounding))
+    found.pressure = judge(cache, cases, without, depot, found.rounding)
+    for fault in found.pressure.faults:
+        found.fail(fault)
 
 
 def _generate(engine: TestedEngine, length: int, seed: int) -> list[int]:

@@ -30,9 +30,6 @@ from kvdepot.memory.extents import checksum
 from kvdepot.memory.records import SLOT_BYTES, Records
 from kvdepot.values import plural, size
 
-_PROGRESS_CHUNKS = 64
-"""Chunks between two updates of the progress."""
-
 
 @click.command()
 @click.option("-u", "--url", metavar="URL", help="the arena of the server at this endpoint")
@@ -53,7 +50,7 @@ def check(as_json: bool, **flags: str | None) -> int:
 
 
 @dataclass
-class Report:
+class Audit:
     """The contents of an arena, and its problems."""
 
     path: str
@@ -78,7 +75,7 @@ class Report:
         ]
 
 
-def audit(folder: Path, name: str, progress: Callable[[int, int], None] = lambda done, total: None) -> Report:
+def audit(folder: Path, name: str, progress: Callable[[int, int], None] = lambda done, total: None) -> Audit:
     """Check the arena of that name in a folder. Blocks while it reads every chunk with a checksum.
 
     progress: called with the number of chunks checked, and of all.
@@ -94,7 +91,7 @@ def audit(folder: Path, name: str, progress: Callable[[int, int], None] = lambda
         ) from exc
     try:
         # Do not lock it only to read: clients would take us for the server that died.
-        report = Report(str(path), locks.is_locked(fd))
+        report = Audit(str(path), locks.is_locked(fd))
         header = ArenaHeader.read(fd, path)
         if header is not None:
             _check(fd, header, report, progress)
@@ -103,7 +100,7 @@ def audit(folder: Path, name: str, progress: Callable[[int, int], None] = lambda
         os.close(fd)
 
 
-def _check(fd: int, header: ArenaHeader, report: Report, progress: Callable[[int, int], None]) -> None:
+def _check(fd: int, header: ArenaHeader, report: Audit, progress: Callable[[int, int], None]) -> None:
     report.size_bytes = whole = min(header.size, os.fstat(fd).st_size)
     if header.size < header.chunks_start + PAGE or whole < header.chunks_start:
         raise ArenaError(f"{report.path} is truncated before its first chunk; remove it")
@@ -122,8 +119,7 @@ def _check(fd: int, header: ArenaHeader, report: Report, progress: Callable[[int
     area = np.frombuffer(mmap.mmap(fd, whole, access=mmap.ACCESS_READ), np.uint8)
     chunks = [chunk for namespace in index.namespaces.all() for chunk in namespace.chunks.values()]
     for number, chunk in enumerate(chunks):
-        if number % _PROGRESS_CHUNKS == 0:
-            progress(number, len(chunks))
+        progress(number, len(chunks))
         for rank, shard in chunk.shards.items():
             report.summed_shards += bool(shard.checksum)
             if not shard.checksum or checksum(area, shard.extents, shard.size) == shard.checksum:

@@ -11,7 +11,7 @@ import click
 
 from kvdepot.cli import options
 from kvdepot.cli.connect import connect, endpoint
-from kvdepot.cli.output import Progress, agreed, clean, count, progress, show
+from kvdepot.cli.output import Progress, clean, confirm, count, progress, show
 from kvdepot.client import admin
 from kvdepot.client.admin import Preview
 from kvdepot.client.socket import Client
@@ -22,7 +22,6 @@ from kvdepot.values import plural, size
 
 _REMOVES = "this removes {} from memory and from all tiers, shared ones too"
 """The effect of commands that remove chunks, for `str.format`."""
-_NOTHING_REMOVED = "nothing was removed: this was a dry run"
 
 
 @contextmanager
@@ -64,10 +63,7 @@ def warm(source: options.PromptSource, server: options.Address, as_json: bool) -
 @click.option("--all", "everything", is_flag=True, help="all chunks")
 @options.destructive
 @options.server
-@options.as_json
-def forget(
-    model: str, salt: str, everything: bool, consent: options.Consent, server: options.Address, as_json: bool
-) -> int:
+def forget(model: str, salt: str, everything: bool, consent: options.Consent, server: options.Address) -> int:
     """Remove chunks from memory and from all tiers, including shared ones: by model, by salt, or all.
 
     Exit code 1 if some may remain: a tier failed, or may hold chunks of models whose names begin with NAME but
@@ -78,27 +74,23 @@ def forget(
     if not (model or salt or everything):
         raise ConfigError("nothing to forget: give --model, --salt or --all")
 
-    def preview() -> Preview:
+    def preview() -> tuple[Preview, list[str]]:
         with connect(server) as client, progress() as update:
             update("counting chunks", 0, 0)
             _warn_if_unknown(client, model)
-            return admin.preview(client, model, salt)
+            found = admin.preview(client, model, salt)
+        return found, _lines(found)
 
-    if consent.dry_run:
-        found = preview()
-        show(as_json, found, *_lines(found), _NOTHING_REMOVED)
-        return 0
     question = f"Permanently remove this from {clean(endpoint(server.url))}?"
     what = _REMOVES.format("every chunk" if everything else "chunks")
-    if not agreed(consent, what, question, lambda: _lines(preview())):
-        return 1
+    confirm(consent, what, question, preview)
     with connect(server) as client, progress() as update:
         update(f"forgetting {model or 'all models'}", 0, 0)
         if consent.yes:  # else the preview has warned
             _warn_if_unknown(client, model)
         removed = admin.forget(client, model, salt)
     lines = [f"{place}: {plural(n, 'chunk') if isinstance(n, int) else n}" for place, n in removed.items()]
-    show(as_json, removed, *lines)
+    show(consent.as_json, removed, *lines)
     return 1 if admin.not_forgotten(removed) else 0
 
 
@@ -171,10 +163,9 @@ def lease(
               "prompt")  # fmt: skip
 @options.destructive
 @options.server
-@options.as_json
 def release(
     name: str, keep: bool, source: options.PromptSource, keep_first: int, consent: options.Consent,
-    server: options.Address, as_json: bool,
+    server: options.Address,
 ) -> int:  # fmt: skip
     """End the lease NAME and remove its chunks from memory and tiers; or remove those of the prompt that is given.
 
@@ -188,46 +179,37 @@ def release(
     if keep and not name:
         raise click.UsageError("--keep is for a lease: give its NAME, or --keep-first with the prompt")
     if name:
-        return _end(server, name, consent, keep, as_json)
-    return _remove(server, source, keep_first, consent, as_json)
+        return _end(server, name, consent, keep)
+    return _remove(server, source, keep_first, consent)
 
 
-def _end(server: options.Address, name: str, consent: options.Consent, keep: bool, as_json: bool) -> int:
+def _end(server: options.Address, name: str, consent: options.Consent, keep: bool) -> int:
     with connect(server) as client:
         listed = admin.leases(client)
         known = next((each for each in listed if each.name == name), None)
         if known is None and len(listed) < MOST_LISTED:
             raise BadRequest(f"there is no lease {name!r}; `kvdepot lease` lists them")
         about = f"lease {clean(name)}" + (f": {plural(known.chunks, 'chunk')}, {size(known.bytes)}" if known else "")
-        removed = [] if keep else [about, *_tier_lines(client)]
-        if consent.dry_run:
-            value = {"lease": name, "chunks": known.chunks if known else None}
-            show(as_json, value, *(removed or [f"{about}; its chunks stay"]), _NOTHING_REMOVED)
-            return 0
-        question = "End this lease and permanently remove its chunks?"
-        if removed and not agreed(consent, _REMOVES.format("chunks"), question, lambda: removed):
-            return 1
+        lines = [f"{about}; its chunks stay"] if keep else [about, *_tier_lines(client)]
+        value = {"lease": name, "chunks": known.chunks if known else None}
+        if consent.dry_run or not keep:
+            question = "End this lease and permanently remove its chunks?"
+            confirm(consent, _REMOVES.format("chunks"), question, lambda: (value, lines))
         admin.end_lease(client, name, drops=not keep)
-    show(as_json, {"released": name}, f"lease {clean(name)} has ended{'; its chunks stay' * keep}")
+    show(consent.as_json, {"released": name}, f"lease {clean(name)} has ended{'; its chunks stay' * keep}")
     return 0
 
 
-def _remove(
-    server: options.Address, source: options.PromptSource, keep_first: int, consent: options.Consent, as_json: bool
-) -> int:
+def _remove(server: options.Address, source: options.PromptSource, keep_first: int, consent: options.Consent) -> int:
     with open_prompt(server, source) as (client, prompt, _):
         there = {each.hash for each in admin.inspect(client, prompt.spec.model, prompt.hashes)}
         most = min(len(there), max(0, len(prompt) - keep_first))
         lines = [f"memory: at most {count(most)} of {plural(len(prompt), 'chunk')}", *_tier_lines(client)]
-        if consent.dry_run:
-            show(as_json, {"chunks": len(prompt), "removed_at_most": most}, *lines, _NOTHING_REMOVED)
-            return 0
-        question = "Permanently remove these chunks?"
-        if not agreed(consent, _REMOVES.format("chunks"), question, lambda: lines):
-            return 1
+        expected = {"chunks": len(prompt), "removed_at_most": most}
+        confirm(consent, _REMOVES.format("chunks"), "Permanently remove these chunks?", lambda: (expected, lines))
         removed = admin.drop(client, prompt, keep_first)
     value = {"chunks": len(prompt), "removed": removed}
-    show(as_json, value, f"removed from memory: {count(removed)} of {plural(len(prompt), 'chunk')}")
+    show(consent.as_json, value, f"removed from memory: {count(removed)} of {plural(len(prompt), 'chunk')}")
     return 0
 
 

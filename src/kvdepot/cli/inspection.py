@@ -1,6 +1,5 @@
-"""`kvdepot inspect`: where the chunks of a prompt are, or those that differ from what an engine computed. `verify`:
-what such comparisons have shown, and the end of a quarantine. `why`: the trail of a request, and why it found no more.
-"""
+"""The commands that say what is known. `kvdepot inspect`: where the chunks of a prompt are, or which chunks differed
+from what an engine computed. `kvdepot why`: the trail of a request, and why it found no more."""
 
 from __future__ import annotations
 
@@ -12,16 +11,17 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from kvdepot.cli import options
 from kvdepot.cli.chunks import open_prompt
 from kvdepot.cli.connect import connect
-from kvdepot.cli.output import clean, count, duration, ranges, show
+from kvdepot.cli.output import clean, count, duration, print_json, ranges, show
 from kvdepot.client import admin
 from kvdepot.client.socket import Client
 from kvdepot.protocol.chunks import ChunkStatus
 from kvdepot.protocol.keys import HASH_BYTES
-from kvdepot.protocol.status import MOST_NAME, Mismatch, Status
+from kvdepot.protocol.status import MOST_NAME, Mismatch
 from kvdepot.protocol.trails import ENDS, Trail, TrailLookup
 from kvdepot.values import plural, size
 
@@ -31,22 +31,35 @@ if TYPE_CHECKING:
 
 @click.command(epilog=options.PROMPT)
 @options.prompt
-@click.option("--compare", "compares", is_flag=True, help="where the chunks are that `kvdepot verify` lists, and how "
-              "much each part of them differs from what an engine computed")  # fmt: skip
+@click.option("--compare", is_flag=True, help="instead of a prompt: chunks that differed from what engines computed")
+@click.option("--release", metavar="NAME", help="end the quarantine of models whose names begin with NAME")
 @options.server
 @options.as_json
-def inspect(source: options.PromptSource, compares: bool, server: options.Address, as_json: bool) -> int:
-    """Show where the chunks of one prompt are.
+def inspect(
+    source: options.PromptSource, compare: bool, release: str | None, server: options.Address, as_json: bool
+) -> int:
+    """Show where the chunks of one prompt are, or with --compare, which chunks differed from what engines computed.
 
-    It shows memory, what holds the chunks, and which tiers probably have them. Tiers are not queried: whether they
-    have chunks that memory lacks is unknown; `kvdepot warm` loads those. --json lists each chunk. Exit code 1 if memory
-    has none of the chunks.
+    Of a prompt, it shows memory, what holds the chunks, and which tiers probably have them. Tiers are not queried:
+    whether they have chunks that memory lacks is unknown; `kvdepot warm` loads those. --json lists each chunk. Exit
+    code 1 if memory has none of the chunks.
 
-    --compare needs no prompt. Parts are in the order of the engine's KV tensors; tensors that are adjacent in memory
-    are one part. Exit code 1 if no chunk differed.
+    Of an engine's first hit on another's chunks, a part is computed and compared; with `kvdepot serve --verify-hits`, a
+    share of all later hits as a whole, too. If such a later hit differs, the model is in quarantine: none of its chunks
+    is served until --release. --compare names the engines, what is different about them, and which parts of the chunk
+    differ. Parts are in the order of the engine's KV tensors; tensors that are adjacent in memory are one part.
+    --model chooses models whose names begin with NAME. Exit code 1 while a model is in quarantine.
     """
-    if compares:
-        return _compare(source, server, as_json)
+    if (compare or release is not None) and (source.tokens or source.hashes or source.salt):
+        raise click.UsageError("--compare and --release need no prompt: leave out --tokens, --hashes and --salt")
+    if release is not None:
+        with connect(server) as client:
+            released = admin.end_quarantine(client, release)
+        text = f"released {plural(released, 'model')}" if released else "no such model is in quarantine"
+        show(as_json, {"released": released}, text)
+        return 0 if released else 1
+    if compare:
+        return _compare(source.model, server, as_json)
     with open_prompt(server, source) as (client, prompt, _):
         model, hashes = prompt.spec.model, prompt.hashes
         found = [each for each in admin.inspect(client, model, hashes) if each.model == model]
@@ -84,7 +97,7 @@ def _print(found: list[ChunkStatus], numbers: dict[str, int]) -> None:
 
 def _groups(parts: list[ChunkStatus], numbers: dict[str, int]) -> Listing:
     """A line for each KV cache group."""
-    from kvdepot.cli.view import Listing, needs
+    from kvdepot.cli.view import Listing
 
     groups: dict[int, list[ChunkStatus]] = {}
     for each in parts:
@@ -94,9 +107,11 @@ def _groups(parts: list[ChunkStatus], numbers: dict[str, int]) -> Listing:
         states = Counter(each.state for each in chunks)
         tiers = Counter(name for each in chunks for name in each.tiers)
         ages = [each.age_s for each in chunks if each.age_s is not None]
+        reach = chunks[0].reach  # of the chunks that resuming a prompt needs; 0 = all
+        needed = "all chunks" if not reach else "last chunk" if reach == 1 else f"last {reach} chunks"
         rows.append(
             (
-                f"{group}: {needs(chunks[0].reach)}",
+                f"{group}: {needed}",
                 ranges(sorted(numbers.get(each.hash, 0) for each in chunks)),
                 ", ".join(f"{count(number)} {state}" for state, number in sorted(states.items())),
                 size(sum(each.bytes for each in chunks)),
@@ -109,23 +124,30 @@ def _groups(parts: list[ChunkStatus], numbers: dict[str, int]) -> Listing:
     return Listing(("KV cache group", "chunks", "state", ">bytes", ">held", ">leased", ">age", "also in tiers"), rows)
 
 
-def _compare(source: options.PromptSource, server: options.Address, as_json: bool) -> int:
-    if source.tokens or source.hashes or source.salt:
-        raise click.UsageError("--compare needs no prompt: leave out --tokens, --hashes and --salt")
+def _compare(models: str, server: options.Address, as_json: bool) -> int:
+    """Show the results of comparisons. models: the beginning of the models' names."""
     with connect(server) as client:
-        listed = [each for each in admin.status(client).mismatches if each.model.startswith(source.model)]
+        status = admin.status(client)
+        listed = [each for each in status.mismatches if each.model.startswith(models)]
         found = [(each, _places(client, each)) for each in listed]
-    if as_json or not found:
-        value = [{"mismatch": each, "places": places} for each, places in found]
-        show(as_json, value, "no chunk differed from what an engine computed since the server started")
-        return 0 if found else 1
-    from kvdepot.cli.view import print_tables
-
+    quarantined = [each for each in status.quarantined if each.startswith(models)]
+    compared, differing = (status.counters.get(f"{name}_chunks", 0) for name in ("compared", "differing"))
+    if as_json:
+        value = {
+            "compared_chunks": compared, "differing_chunks": differing, "quarantined": quarantined,
+            "mismatches": [msgspec.structs.asdict(each) | {"places": places} for each, places in found],
+        }  # fmt: skip
+        print_json(value)
+        return 1 if quarantined else 0
+    print(f"since the server started: {plural(compared, 'shard')} compared, {count(differing)} differed")
+    for model in quarantined:
+        print(f"in quarantine: {clean(model)}")
+    if found:
+        from kvdepot.cli.view import print_tables
     for each, places in found:
-        where = f"now in {', '.join(places)}" if places else "no longer in memory"
-        print(f"{clean(each.model)}\nchunk {each.chunk}, rank {each.rank}: {where}\n", flush=True)
+        print("\n" + "\n".join(_describe(each, places)) + "\n", flush=True)
         print_tables(_parts(each))
-    return 0
+    return 1 if quarantined else 0
 
 
 def _places(client: Client, mismatch: Mismatch) -> list[str]:
@@ -147,50 +169,15 @@ def _parts(mismatch: Mismatch) -> Listing:
     return Listing((f"part of {len(mismatch.parts)}", ">smallest difference", ">largest", ""), rows)
 
 
-@click.command()
-@click.option("--release", metavar="MODEL", help="serve the chunks of models whose names begin with MODEL again")
-@options.server
-@options.as_json
-def verify(release: str | None, server: options.Address, as_json: bool) -> int:
-    """Show what comparing engines' KV with stored chunks has found: how many chunks, and which engines differ in what.
-
-    Of an engine's first hit on another's chunks, a part is computed and compared; with `kvdepot serve --verify-hits`, a
-    share of all later hits as a whole, too. If such a later hit differs, no chunk of that model is served until
-    --release. `kvdepot inspect --compare` shows where these chunks are, and which layers differ. The exit code is 1
-    while a model is in quarantine.
-    """
-    with connect(server) as client:
-        if release is not None:
-            released = admin.end_quarantine(client, release)
-            text = f"released {plural(released, 'model')}" if released else "no such model is in quarantine"
-            show(as_json, {"released": released}, text)
-            return 0 if released else 1
-        status = admin.status(client)
-    compared, differing = (status.counters.get(f"{name}_chunks", 0) for name in ("compared", "differing"))
-    found = {
-        "compared_chunks": compared, "differing_chunks": differing, "quarantined": status.quarantined,
-        "mismatches": status.mismatches,
-    }  # fmt: skip
-    show(as_json, found, "\n".join(_verdict(status, compared, differing)))
-    return 1 if status.quarantined else 0
-
-
-def _verdict(status: Status, compared: int, differing: int) -> list[str]:
-    lines = [f"since the server started: {plural(compared, 'shard')} compared, {count(differing)} differed"]
-    lines += [f"in quarantine: {clean(model)}" for model in status.quarantined]
-    for each in status.mismatches:
-        lines += ["", *_describe(each)]
-    return lines
-
-
-def _describe(each: Mismatch) -> list[str]:
+def _describe(each: Mismatch, places: list[str]) -> list[str]:
     when = datetime.fromtimestamp(each.wall_s).astimezone().isoformat(" ", "seconds")
+    where = f"now in {', '.join(places)}" if places else "no longer in memory"
     return [
         f"{when}  {clean(each.model)}{'  (sampled hit)' if each.is_sample else ''}",
         f"  computed by  {clean(each.engine)}",
         f"  stored by    {clean(each.writer)}",
         f"  difference   up to {each.worst:.2g} in {plural(each.chunks, 'chunk')}; the limit is {each.limit:.2g}",
-        f"  largest in   chunk {each.chunk}, rank {each.rank}",
+        f"  largest in   chunk {each.chunk}, rank {each.rank}, {where}",
         *(f"  differs      {clean(fact)}" for fact in each.facts or ["in nothing that the engines reported"]),
     ]
 

@@ -60,10 +60,11 @@ class PromptSource:
 
 @dataclass(frozen=True)
 class Consent:
-    """The user's word on a permanent change, given in advance; see output.agreed."""
+    """The options of a command that makes a permanent change; see output.confirm."""
 
     yes: bool
     dry_run: bool
+    as_json: bool
 
 
 def _as_one(name: str, kind: type[Any], *options: Callable[[Any], Any]) -> Callable[[Decorated], Decorated]:
@@ -91,6 +92,7 @@ destructive = _as_one(
     "consent", Consent,
     click.option("-y", "--yes", is_flag=True, help="do not ask; required without a terminal"),
     click.option("--dry-run", is_flag=True, help="show what would happen, and change nothing"),
+    as_json,
 )  # fmt: skip
 prompt = _as_one(
     "source", PromptSource,
@@ -110,27 +112,20 @@ The token ids of a prompt, as vLLM's server has them:
 """The end of the help of commands that take a prompt: where to get one."""
 
 
-_MANY = ("tiers",)
-
-
 def settings(command: Decorated) -> Decorated:
     """Every setting of the server as a flag, and --config. The command must be of the class `Settings`."""
     for field in reversed(msgspec.structs.fields(Config)):
         if field.name in ONLY_IN_FILE:
             continue
-        meta, words, many = about(field.name), words_of(field.name), field.name in _MANY
+        meta, words, many = about(field.name), words_of(field.name), field.name == "tiers"
         value = f"{field.default:g}" if isinstance(field.default, float) else str(field.default) or "empty"
         default = "a unix socket of this user" if field.name == "url" else "none" if many else value
         command = click.option(
-            *(["-u"] if field.name == "url" else []), _flag(field.name), field.name,
+            *(["-u"] if field.name == "url" else []), "--" + field.name.replace("_", "-"), field.name,
             metavar=f"[{'|'.join(words)}]" if words else (meta.extra or {})["metavar"], multiple=many,
             help=f"{meta.description} (default: {default})", shell_complete=_complete,
         )(command)  # fmt: skip
     return click.option("--config", "file", metavar="FILE", type=_FILE, help="settings file (TOML)")(command)
-
-
-def _flag(setting: str) -> str:
-    return "--" + setting.replace("_", "-")
 
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -138,15 +133,14 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 
 
 class Settings(click.Command):
-    """A command with the server's settings, some of which take several values: `--tiers URL URL`."""
+    """A command with the server's settings, of which `--tiers` takes several values: `--tiers URL URL`."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         topics: dict[str, list[tuple[str, str]]] = {topic: [] for topic in TOPICS}
         for param in self.get_params(ctx):
+            topic = (about(param.name or "").extra or {}).get("topic", "Other options")
             if record := param.get_help_record(ctx):
-                topics.setdefault((about(param.name or "").extra or {}).get("topic", "Other options"), []).append(
-                    record
-                )
+                topics.setdefault(topic, []).append(record)
         for topic, records in topics.items():
             with formatter.section(topic):
                 formatter.write_dl(records)
@@ -160,7 +154,7 @@ def _one_by_one(words: list[str]) -> Iterator[str]:
     flag, has_value = "", False
     for word in words:
         if word.startswith("-"):
-            flag, has_value = word if word in map(_flag, _MANY) else "", False
+            flag, has_value = word if word == "--tiers" else "", False
         elif flag and has_value:
             yield flag
         else:

@@ -59,22 +59,24 @@ def progress() -> Iterator[Progress]:
         )
 
 
-def agreed(consent: Consent, what: str, question: str, preview: Callable[[], Sequence[str]]) -> bool:
-    """Whether a command may go on with what cannot be undone: --yes, or the answer of the person at the terminal.
+def confirm(consent: Consent, what: str, question: str, preview: Callable[[], tuple[object, Sequence[str]]]) -> None:
+    """Return if a command may make a change that cannot be undone: --yes, or the answer of the person at the terminal.
 
-    what: what it does, for the error without a terminal. preview: lines to show before the question, on standard error.
-    Blocks until the answer. Raises ConfigError without a terminal, before it calls `preview`.
+    what: the effect, for the error without a terminal. preview: what would happen, as a value for --json and as lines.
+    Blocks until the answer. Raises Exit after a dry run (0) and a refusal (1), and ConfigError without a terminal.
     """
+    if consent.dry_run:
+        value, lines = preview()
+        show(consent.as_json, value, *lines, "nothing was changed: this was a dry run")
+        raise click.exceptions.Exit(0)
     if consent.yes:
-        return True
+        return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise ConfigError(f"{what}: confirm with --yes, or see what would happen with --dry-run")
-    for line in preview():
-        print(line, file=sys.stderr)
-    if click.confirm(question, err=True):
-        return True
-    print("kvdepot: nothing was changed", file=sys.stderr)
-    return False
+    print("\n".join(preview()[1]), file=sys.stderr)
+    if not click.confirm(question, err=True):
+        print("kvdepot: nothing was changed", file=sys.stderr)
+        raise click.exceptions.Exit(1)
 
 
 def clean(text: str) -> str:
@@ -110,12 +112,9 @@ def duration(seconds: float) -> str:
     """Format a time with at most two units: 250 µs, 12 ms, 3 h 12 min."""
     if not seconds:
         return "0 s"
-    if seconds < 0.0009995:
-        return f"{seconds * 1e6:.0f} µs"
-    if seconds < 0.9995:
-        return f"{seconds * 1000:.3g} ms"
-    if seconds < 60:
-        return f"{seconds:.3g} s"
+    for most_s, factor, unit in ((0.0009995, 1e6, "µs"), (0.9995, 1e3, "ms"), (60, 1, "s")):
+        if seconds < most_s:
+            return f"{seconds * factor:.3g} {unit}"
     minutes, hours, days = int(seconds) // 60, int(seconds) // 3600, int(seconds) // 86400
     if minutes < 60:
         return f"{minutes} min {seconds % 60:.0f} s"

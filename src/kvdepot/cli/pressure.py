@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import combinations
+from operator import truediv
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -40,17 +41,10 @@ class Storm(msgspec.Struct, frozen=True):
     tokens_s: float
     computed: int
 
-    def or_better(self, other: Storm) -> Storm:
-        """The better of two figures each."""
-        return Storm(
-            min(self.ttft_p50_s, other.ttft_p50_s), min(self.ttft_p99_s, other.ttft_p99_s),
-            max(self.tokens_s, other.tokens_s), min(self.computed, other.computed),
-        )  # fmt: skip
-
 
 class Pressure(msgspec.Struct, frozen=True):
-    """The result of the stage. cache_tokens: of the engine's own cache. prompt_tokens: of each request. identical:
-    answers with the depot that are equal to one without, of `answers`. difference: the largest that passed or not."""
+    """The result of the stage. cache_tokens: size of the engine's own cache. prompt_tokens: length of each prompt.
+    answers: with the depot; `identical` of them are equal to one without. difference: of logprobs, the largest."""
 
     requests: int
     prompt_tokens: int
@@ -143,14 +137,13 @@ def judge(
 
 def _figures(cases: Sequence[Case], storms: list[list[Completion]]) -> Storm:
     """The better figures of a side's storms."""
-    prompts, best = sum(len(case.tokens) for case in cases), None
-    for answers in storms:
-        times = sorted(answer.ttft_s for answer in answers)
-        tokens = prompts + sum(len(answer.tokens) for answer in answers)
-        found = Storm(
-            times[len(times) // 2], times[min(len(times) - 1, len(times) * 99 // 100)],
-            tokens / max(answer.took_s for answer in answers), prompts - sum(answer.cached for answer in answers),
-        )  # fmt: skip
-        best = found if best is None else best.or_better(found)
-    assert best is not None
-    return best
+    prompts = sum(len(case.tokens) for case in cases)
+    times = [sorted(answer.ttft_s for answer in answers) for answers in storms]
+    tokens = [prompts + sum(len(answer.tokens) for answer in answers) for answers in storms]
+    took_s = [max(answer.took_s for answer in answers) for answers in storms]
+    return Storm(
+        min(each[len(each) // 2] for each in times),
+        min(each[min(len(each) - 1, len(each) * 99 // 100)] for each in times),
+        max(map(truediv, tokens, took_s)),
+        prompts - max(sum(answer.cached for answer in answers) for answers in storms),
+    )

@@ -9,7 +9,7 @@ import msgspec
 
 from kvdepot.cli import options
 from kvdepot.cli.connect import connect
-from kvdepot.cli.output import agreed, clean, duration, show
+from kvdepot.cli.output import clean, confirm, duration, show
 from kvdepot.client import admin
 from kvdepot.errors import ConfigError
 from kvdepot.protocol.keys import salt_tag
@@ -32,9 +32,8 @@ _size = partial(click.option, metavar="SIZE", type=options.size)
 @click.option("--remove", is_flag=True, help="end its quota: it shares memory with all tenants that have none")
 @options.destructive
 @options.server
-@options.as_json
 def quota(
-    tenant: str, salt: str, remove: bool, consent: options.Consent, server: options.Address, as_json: bool,
+    tenant: str, salt: str, remove: bool, consent: options.Consent, server: options.Address,
     **given: float | None,
 ) -> int:  # fmt: skip
     """Show quotas; with a TENANT, a salt or both, and options, change its quota until the server ends.
@@ -63,18 +62,14 @@ def quota(
         if changes or remove:
             whole = rows[tenant, ""].quota if salt and (tenant, "") in rows else Quota()
             losses = _losses(name, now, new) if new is not None else _losses(name, Quota(), whole)
-            if consent.dry_run:
-                lines = [*(losses or ["nothing would be evicted"]), "nothing was changed: this was a dry run"]
-                show(as_json, {"losses": losses}, *lines)
-                return 0
-            question = f"Change the quota of {name}?"
-            if losses and not agreed(consent, "; ".join(losses), question, lambda: losses):
-                return 1
+            if losses or consent.dry_run:
+                expected = {"losses": losses}, losses or ["nothing would be evicted"]
+                confirm(consent, "; ".join(losses), f"Change the quota of {name}?", lambda: expected)
             admin.set_quota(client, tenant, new, salt)
         quotas = admin.status(client).tenants
     found = [each for each in quotas if ((each.tenant, each.salt) == asked if salt else tenant in ("", each.tenant))]
-    if as_json or not found:
-        show(as_json, found, f"{name} has no quota" if name else "no tenant or salt has a quota")
+    if consent.as_json or not found:
+        show(consent.as_json, found, f"{name} has no quota" if name else "no tenant or salt has a quota")
         return 0
     from kvdepot.cli import view
 
@@ -83,7 +78,7 @@ def quota(
 
 
 def _losses(name: str, now: Quota, new: Quota) -> list[str]:
-    """What the quota `new` in place of `now` may remove: chunks above a lower cap, or older than a shorter expiry."""
+    """Chunks that the quota `new` in place of `now` may remove: above a lower cap, or older than a shorter expiry."""
     caps = ("memory", now.cap_bytes, new.cap_bytes), ("each tier disk://", now.disk_cap_bytes, new.disk_cap_bytes)
     lost = [
         f"{where}: what {name} has above {size(cap)} would be evicted"

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ import click
 from kvdepot import logs
 from kvdepot.cli import options
 from kvdepot.cli.output import clean, print_json, show
-from kvdepot.config import Config, in_text, load, load_with_sources, masked, odd_chunk_size, stray_variables
+from kvdepot.config import Config, doubts, in_text, load, load_with_sources, masked
 from kvdepot.errors import ConfigError, Unavailable
 from kvdepot.memory.room import allocated, limits
 from kvdepot.protocol.addresses import socket_path
@@ -47,6 +46,7 @@ _OWN_BYTES = 448 << 20
 _SMALL_ARENA = 1 << 30
 """A default arena below this is worth a warning."""
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+"""Errors of a limit of this process or of the machine."""
 
 
 @click.command(cls=options.Settings, epilog=_WHERE)
@@ -59,15 +59,21 @@ def serve(file: str | None, until_eof: bool, **given: object) -> int:
     config = load(file, given)
     check_limits(config.arena_bytes)
     logs.configure(config.log_level, config.log_format)
-    for name, advice in stray_variables(os.environ):
-        log.warning("environment variable %s is not a setting; %s", name, advice)
+    for doubt in doubts(config):
+        log.warning("%s; %s", *doubt)
     check_memory(config)
-    if warning := odd_chunk_size(config):
-        log.warning("%s", warning)
     from kvdepot.server.loop import Server
 
-    with explain_limits():
+    try:
         server = Server(config)
+    except MemoryError as exc:
+        raise ConfigError("the server cannot start: no memory; lower --arena-gib, or raise `ulimit -v`") from exc
+    except OSError as exc:
+        if exc.errno not in _SHORT:
+            raise
+        raise ConfigError(
+            f"the server cannot start: {exc.strerror}; raise the limits of this process, which `ulimit -a` shows"
+        ) from exc
     for number in _STOP_SIGNALS:
         if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, server.stop)
@@ -123,21 +129,6 @@ def check_memory(config: Config) -> None:
             "the arena may grow to %s, and %s has %s free: the kernel may kill this server then. Lower --arena-gib, or "
             "%s", size(arena), tightest.what, size(free), tightest.advice,
         )  # fmt: skip
-
-
-@contextlib.contextmanager
-def explain_limits() -> Iterator[None]:
-    """Raise ConfigError if the body runs into a limit of this process or of the machine."""
-    try:
-        yield
-    except MemoryError as exc:
-        raise ConfigError("the server cannot start: no memory; lower --arena-gib, or raise `ulimit -v`") from exc
-    except OSError as exc:
-        if exc.errno not in _SHORT:
-            raise
-        raise ConfigError(
-            f"the server cannot start: {exc.strerror}; raise the limits of this process, which `ulimit -a` shows"
-        ) from exc
 
 
 def _stop_at_eof(server: Server) -> None:
@@ -206,17 +197,12 @@ def config(file: str | None, as_json: bool, **given: object) -> int:
     Those of a running server are in `kvdepot status --json`.
     """
     settings, sources = load_with_sources(file, given)
-    stray = [f"environment variable {name} is not a setting; {advice}" for name, advice in stray_variables(os.environ)]
-    for line in filter(None, [*stray, odd_chunk_size(settings)]):
-        print(f"kvdepot: {clean(line)}", file=sys.stderr)
+    for doubt in doubts(settings):
+        print(f"kvdepot: {clean('; '.join(doubt))}", file=sys.stderr)
     shown = masked(settings)
     if as_json:
-        print_json(
-            {
-                "settings": {name: {"value": value, "source": sources[name]} for name, value in shown.items()},
-                "arena": {"name": settings.arena, "bytes": settings.arena_bytes},
-            }
-        )
+        values = {name: {"value": value, "source": sources[name]} for name, value in shown.items()}
+        print_json({"settings": values, "arena": {"name": settings.arena, "bytes": settings.arena_bytes}})
         return 0
     from kvdepot.cli.view import Listing, print_tables
 
@@ -224,8 +210,7 @@ def config(file: str | None, as_json: bool, **given: object) -> int:
     rows = []
     for name, value in shown.items():
         text = in_text(value)
-        if name in derived and not value:
-            text = f"{text} ({derived[name]})".strip()
+        text = text if value or name not in derived else f"{text} ({derived[name]})".strip()
         rows.append((name, text, sources[name]))
     print_tables(Listing(("setting", "value", "from"), rows, folds=True))
     return 0

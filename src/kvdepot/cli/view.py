@@ -36,6 +36,7 @@ from kvdepot.values import plural, size
 _PIPE_COLUMNS = 200
 """Width of tables in a pipe, where the default of 80 columns would cut them."""
 _BAR_CELLS = 20
+_EVENTS = 8
 _NAME_CELLS = 20
 """The minimum width of a table's first column, if its text is that long."""
 
@@ -108,8 +109,7 @@ def summary(now: Status, url: str, since: Status | None = None, old: str = "") -
 
 
 def _lines(now: Status, since: Status | None) -> list[tuple[str, Text]]:
-    part = now.used_bytes / now.capacity_bytes if now.capacity_bytes else 0.0
-    filled = round(min(max(part, 0.0), 1.0) * _BAR_CELLS)
+    filled = round(min(now.used_bytes / max(now.capacity_bytes, 1), 1.0) * _BAR_CELLS)
     memory = Text.assemble(  # without a warning colour, because a cache should be full
         ("#" * filled, "cyan"), ("-" * (_BAR_CELLS - filled), "dim"),
         f" {size(now.used_bytes)} of {size(now.capacity_bytes)}, ",
@@ -117,12 +117,11 @@ def _lines(now: Status, since: Status | None) -> list[tuple[str, Text]]:
     )  # fmt: skip
     lines = [("memory", memory)]
     if now.holds_s is not None:
-        held = f"holds about {_about(now.holds_s)} of traffic: the median idle time of evicted chunks"
-        lines.append(("", Text(held)))
+        held = duration(now.holds_s)
+        lines.append(("", Text(f"holds about {held} of traffic: the median idle time of evicted chunks")))
     lines.append(("reused", _reused(now.tokens, "in all")))
     saved = f"{count(now.saved.tokens)} tokens"
-    if now.saved.prefill_s:
-        saved += f", {duration(now.saved.prefill_s)} of prefill"
+    saved += f", {duration(now.saved.prefill_s)} of prefill" if now.saved.prefill_s else ""
     if since is None:
         moved = f"stored {size(now.stored_bytes)}, retrieved {size(now.retrieved_bytes)}"
         moved += f", evicted {count(now.evicted_chunks)} chunks"
@@ -142,15 +141,8 @@ def _lines(now: Status, since: Status | None) -> list[tuple[str, Text]]:
     return lines
 
 
-def _about(seconds: float) -> str:
-    """A time in the largest unit of which there are at least two."""
-    units = (86400, "d"), (3600, "h"), (60, "min"), (1, "s")
-    unit_s, unit = next((each for each in units if seconds >= 2 * each[0]), units[-1])
-    return f"{seconds / unit_s:.0f} {unit}"
-
-
 def _reused(tokens: TokenCounts, when: str) -> Text:
-    """The share of prompt tokens that engines loaded; of the same tokens, what was found."""
+    """The share of the asked prompt tokens that engines loaded, and the share that lookups found."""
     if not tokens.asked:
         return Text("no lookup by an engine yet" if when == "in all" else f"no lookup {when}")
     found = min(tokens.found / tokens.asked, 1.0)
@@ -183,17 +175,15 @@ def listings(now: Status) -> list[Listing]:
     return [listing for listing in made if listing.rows]
 
 
-_WORK = ("Lookup", "Retrieve", "Store")
-"""These requests come first, because engines wait for them."""
-
-
 def _requests(now: Status) -> Listing:
+    """Latencies by request; those that engines wait for come first."""
+    work = ("Lookup", "Retrieve", "Store")
     rows = [
         (
             latency.request, count(latency.count), count(latency.errors),
             duration(latency.sum_s / latency.count), *(_time(latency, part) for part in (0.5, 0.99)),
         )
-        for latency in sorted(now.latencies, key=lambda latency: (latency.request not in _WORK, -latency.count))
+        for latency in sorted(now.latencies, key=lambda latency: (latency.request not in work, -latency.count))
         if latency.count
     ]  # fmt: skip
     return Listing(("requests", ">count", ">errors", ">mean", ">p50", ">p99"), rows)
@@ -208,20 +198,16 @@ def _time(latency: Latency, part: float) -> str:
     return duration(found) if found > BOUNDS_S[0] else f"< {duration(BOUNDS_S[0])}"
 
 
-_ENGINE_CELLS = 20
-
-
-def _shorten(text: str, most: int) -> str:
-    """A text of at most `most` characters: the beginning and the end of a longer one."""
-    half = (most - 1) // 2
-    return text if len(text) <= most else f"{text[: most - 1 - half]}\N{HORIZONTAL ELLIPSIS}{text[-half:]}"
+def _shorten(text: str) -> str:
+    """A text of at most 20 characters: the beginning and the end of a longer one."""
+    return text if len(text) <= 20 else f"{text[:10]}\N{HORIZONTAL ELLIPSIS}{text[-9:]}"
 
 
 def engines(shown: Sequence[Engine]) -> Listing:
     rows = [
         (
             ", ".join(engine.models) or "-",
-            _shorten(engine.engine, _ENGINE_CELLS),
+            _shorten(engine.engine),
             f"rank {', '.join(map(str, engine.ranks))}" if engine.ranks else "scheduler",
             Text("uncached", "yellow") if engine.fault else "ok",
             str(engine.pid or "-"), count(engine.sessions), count(engine.pinned_chunks), count(engine.queued),
@@ -229,9 +215,7 @@ def engines(shown: Sequence[Engine]) -> Listing:
         )
         for engine in shown
     ]  # fmt: skip
-    heads = (
-        "engines", "name", "role", "state", ">pid", ">requests", ">pinned", ">copies", ">last seen", "host",
-    )  # fmt: skip
+    heads = "engines", "name", "role", "state", ">pid", ">requests", ">pinned", ">copies", ">last seen", "host"
     return Listing(heads, rows)
 
 
@@ -319,16 +303,8 @@ def leases(shown: Sequence[LeaseStatus]) -> Listing:
     return Listing(("leases", "kind", ">chunks", ">bytes", "ends", ">priority", "model", "tenant"), rows)
 
 
-def needs(reach: int) -> str:
-    """The chunks of a KV cache group that resuming a prompt needs."""
-    return "all chunks" if not reach else "last chunk" if reach == 1 else f"last {reach} chunks"
-
-
 def named(tenant: str, model: str) -> str:
     return f"{tenant}: {model}" if tenant else model
-
-
-_EVENTS = 8
 
 
 def events(shown: Sequence[Event]) -> Listing:

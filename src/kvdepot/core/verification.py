@@ -118,7 +118,7 @@ class Verification:
             for each in self._namespaces.all():
                 if (each.tenant, each.model) == (namespace.tenant, namespace.model):
                     self._namespaces.quarantine(each)
-            consequence = "it is in quarantine: its chunks are misses until `kvdepot verify --release` releases it"
+            consequence = "it is in quarantine: its chunks are misses until `kvdepot inspect --release` releases it"
         if is_known:
             return
         text = (

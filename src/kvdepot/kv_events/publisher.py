@@ -150,8 +150,8 @@ class Publisher:
 
     def start(self) -> None:
         self._thread.start()
-        place = self._endpoint
-        log.info("KV events at %s, replays at %s, by kvdepot.events_topic of engines", place, replay_endpoint(place))
+        places = self._endpoint, replay_endpoint(self._endpoint)
+        log.info("KV events at %s, replays at %s, by kvdepot.events_topic of engines", *places)
 
     def close(self) -> None:
         """Take everything back, end the thread and close the feed. Blocks for a second at most. Call it once."""
@@ -178,7 +178,7 @@ class Publisher:
                     self._publish([self._view.beat_topic], [])
                 self._answer()
                 wait_s = self._next_beat - time.monotonic() if self._feed.may_sleep() else 0.0
-                wait_ms = max(0, int(wait_s * 1000) + 1) if wait_s > 0 else 0
+                wait_ms = int(wait_s * 1000) + 1 if wait_s > 0 else 0
                 if self._waiting:
                     rest_s = self._rest_until - time.monotonic()
                     wait_ms = min(wait_ms, max(_RETRY_MS if self._unsent else 0, int(rest_s * 1000) + 1))

@@ -72,7 +72,7 @@ SERVER = (
     Counted(
         "differing_chunks", "shards", "Compared shards that differ from what an engine computed.",
         "differ from what an engine computed", _MEMORY,
-        "`kvdepot verify` shows which engines and what differs between them: give them the same weights and "
+        "`kvdepot inspect --compare` shows which engines and what differs between them: give them the same weights and "
         "configuration, or different `kvdepot.weights_revision`.",
         "KVDepotKVDiffers", "critical", is_event=True,
     ),

@@ -77,7 +77,8 @@ def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]
         what = f"{model} is in quarantine, because a sampled hit differed: its chunks are misses."
         yield Concern(
             what,
-            "Run `kvdepot verify`; then forget the model's chunks, and release it (`kvdepot verify --release MODEL`).",
+            "Run `kvdepot inspect --compare`; then forget the model's chunks, and release it "
+            "(`kvdepot inspect --release MODEL`).",
         )
     if status.settings.get("kv_events") and status.instances and not status.kv_event_topics:
         advice = "Set `kvdepot.events_topic` of each engine, or start the server without `--kv-events`."

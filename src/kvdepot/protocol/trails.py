@@ -8,7 +8,7 @@ MOST_TRAILS = 512
 """Requests whose trails a server keeps, the latest ones."""
 ENDS = {
     "whole": "all of it was found",
-    "quarantine": "the model is in quarantine: see `kvdepot verify`",
+    "quarantine": "the model is in quarantine: see `kvdepot inspect --compare`",
     "model": "no model with this name, number of ranks and chunk size was known",
     "absent": "the next chunk is unknown: never stored here, or removed long ago",
     "evicted": "the next chunk had been evicted to make room",

@@ -193,14 +193,15 @@ class Trust:
             if check.is_sample:
                 log.error(
                     "kvdepot: a sampled hit differs by %.2g from what this engine computes, and up to %.2g is "
-                    "rounding. The server serves no chunk of this model until it is released: see `kvdepot verify`",
+                    "rounding. The server serves no chunk of this model until it is released: see `kvdepot inspect "
+                    "--compare`",
                     worst, self._limit,
                 )  # fmt: skip
                 return Verdict.UNKNOWN
             log.error(
                 "kvdepot: this engine's KV differs by %.2g from what another engine has stored under the same name, "
-                "and up to %.2g is rounding. This engine shares no KV until it is restarted. `kvdepot verify` shows "
-                "how the two engines differ", worst, self._limit,
+                "and up to %.2g is rounding. This engine shares no KV until it is restarted. `kvdepot inspect "
+                "--compare` shows how the two engines differ", worst, self._limit,
             )  # fmt: skip
             return Verdict.DIFFERENT
         if not all(each.proves(self._limit) for each in check.found):
