@@ -54,7 +54,8 @@ def test_messages_have_the_fields_of_the_spec_and_of_what_is_copied() -> None:
     assert prompt.lookup("r", 2) == wire.Lookup("model", 2, 4, "r", 2, b"h" * 32, True, b"s", 256)
     assert prompt.lookup("r").readers == 0
     terms = LeaseTerms("expire", 7, 9, drops=True)
-    assert prompt.lease("name", terms) == wire.Lease("name", "expire", "model", 2, 4, b"h" * 32, b"s", 256, 7, 9, True)
+    of_lease = "name", "expire", "model", 2, 4, b"h" * 32, b"s", 256, 7, 9, True
+    assert prompt.lease("name", terms) == wire.TakeLease(*of_lease)
     assert prompt.drop(3) == wire.Drop("model", 2, 4, b"h" * 32, b"s", 256, 3)
 
 

@@ -306,7 +306,7 @@ class PlacementMachine(RuleBasedStateMachine):
         if not is_wanted:
             return
         self._connect(name)
-        self.desk.send(name, wire.Forget())
+        self.desk.send(name, wire.ForgetChunks())
         self.desk.expire()
         for each in self.asked:
             each.is_forgotten |= each.copying is not None

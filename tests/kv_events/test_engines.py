@@ -152,7 +152,7 @@ def test_an_engine_that_is_credited_can_load_whatever_was_evicted_meanwhile(host
     follower.wait(lambda router: credited(router) == {i: dict.fromkeys(PODS[:2], there[i]) for i in there})
     assert not follower.router.twice
     client = Client(host.depot.url, host.depot.context)
-    client.ask(wire.Forget()).result(HANG_S)
+    client.ask(wire.ForgetChunks()).result(HANG_S)
     client.close()
     follower.wait(lambda router: credited(router) == {})
     assert not any(follower.router.counts.values())

@@ -204,7 +204,7 @@ def test_any_sequence_of_messages_is_answered_one_by_one_and_leaves_nothing_held
             assert type(client.ask(wire.Complete(placed[0], placed[2], copied=False))) in (bool, list)
         for request in ("", "a", "b"):
             assert client.ask(wire.EndSession(request)) is None
-        status = client.ask(wire.Status())
+        status = client.ask(wire.GetStatus())
         assert (status["reserved_shards"], status["holds"], status["operations"]) == (0, 0, 0)
         for instance in range(4):
             assert client.ask(wire.Unregister(instance)) is None

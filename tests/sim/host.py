@@ -140,7 +140,7 @@ class Client(MessageQueueClient):
             due += self._connection.welcome.lookup_s
 
         def hear(value: Any) -> Any:
-            if isinstance(request, wire.Lease):
+            if isinstance(request, wire.TakeLease):
                 return value if convert is None else convert((self._boot_heard, value))
             if isinstance(request, wire.Lookup):
                 self.lookup_boots[request.request] = self._boot_heard

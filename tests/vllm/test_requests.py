@@ -272,7 +272,7 @@ def test_pins_of_a_load_end_when_the_rest_of_the_prompt_is_stored(vllm_depot: De
 
     def told_saved() -> int:
         """Tokens that ended sessions saved; one connection's messages keep their order."""
-        return int(connector._scheduler._depot.client.ask(wire.Status()).result(60.0)["saved"]["tokens"])
+        return int(connector._scheduler._depot.client.ask(wire.GetStatus()).result(60.0)["saved"]["tokens"])
 
     before = told_saved()
     one = request(list(range(512)))

@@ -142,7 +142,7 @@ def lease(
     terms: LeaseTerms = _RETAINED,
     progress: Callable[[int], None] = lambda chunks: None,
 ) -> int:
-    """Begin a lease of a prompt's chunks under a name, in place of one with the same name; see wire.Lease.
+    """Begin a lease of a prompt's chunks under a name, in place of one with the same name; see wire.TakeLease.
 
     Returns how many chunks are leased so far; unless its kind is expire, it first loads them from the tiers, and blocks
     until no more arrive. progress: see `warm`. Raises BadRequest, or Busy if the lease exceeds its tenant's budget.
@@ -165,8 +165,8 @@ def drop(client: Client, prompt: PromptChunks, keep: int = 0) -> int:
 
 
 def leases(client: Client) -> list[LeaseStatus]:
-    """The leases that this client may see; see wire.Leases."""
-    return answer(client, wire.Leases(), list[LeaseStatus])
+    """The leases that this client may see; see wire.ListLeases."""
+    return answer(client, wire.ListLeases(), list[LeaseStatus])
 
 
 def inspect(client: Client, model: str, hashes: bytes, timeout_s: float = ANSWER_S) -> list[ChunkStatus]:
@@ -227,7 +227,7 @@ def forget(client: Client, model: str, salt: str, timeout_s: float = ANSWER_S) -
 
     Returns by place (memory or a tier) the number of chunks removed, or what went wrong.
     """
-    return answer(client, wire.Forget(model, salt_tag(salt)), dict[str, int | str], timeout_s)
+    return answer(client, wire.ForgetChunks(model, salt_tag(salt)), dict[str, int | str], timeout_s)
 
 
 def not_forgotten(said: Mapping[str, object]) -> list[str]:
@@ -236,7 +236,7 @@ def not_forgotten(said: Mapping[str, object]) -> list[str]:
 
 
 def status(client: Client, timeout_s: float = ANSWER_S) -> Status:
-    return read(client.ask(wire.Status(), deadline_s=timeout_s).result(timeout_s))
+    return read(client.ask(wire.GetStatus(), deadline_s=timeout_s).result(timeout_s))
 
 
 def set_quota(client: Client, tenant: str, quota: Quota | None, salt: str = "") -> None:

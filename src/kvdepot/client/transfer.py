@@ -154,7 +154,7 @@ class ShardSpec:
 
 
 class LeaseTerms(NamedTuple):
-    """The terms of a lease; see wire.Lease."""
+    """The terms of a lease; see wire.TakeLease."""
 
     kind: str = "retain"
     ttl_s: int = 0
@@ -191,11 +191,11 @@ class PromptChunks:
         """The message that looks the chunks up without pins. readers, own: see wire.Lookup."""
         return msgspec.structs.replace(self.lookup(request_id, readers), pins=False, own=own)
 
-    def lease(self, name: str, terms: LeaseTerms) -> wire.Lease:
+    def lease(self, name: str, terms: LeaseTerms) -> wire.TakeLease:
         """The message that begins a lease of the chunks."""
         spec, (kind, ttl_s, priority, drops) = self.spec, terms
         shape = spec.model, spec.world_size, spec.blocks_in_chunk
-        return wire.Lease(name, kind, *shape, self.hashes, self.salt, spec.chunk_tokens, ttl_s, priority, drops)
+        return wire.TakeLease(name, kind, *shape, self.hashes, self.salt, spec.chunk_tokens, ttl_s, priority, drops)
 
     def drop(self, keep: int = 0) -> wire.Drop:
         """The message that removes the chunks after the first `keep`."""

@@ -30,7 +30,7 @@ from kvdepot.protocol.leases import HINT_S, NORMAL
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import AnswersStatus
 
-VERSION = 12
+VERSION = 13
 ID_BYTES = 8
 BOOT_BYTES = 8
 MAX_REQUEST_ID = 4096
@@ -328,7 +328,7 @@ class Clear(_Message, frozen=True):
     model: str = ""
 
 
-class Lease(_Message, frozen=True):
+class TakeLease(_Message, frozen=True):
     """Keep, or later drop, the longest prefix of `hashes` that is cached or being stored. Answer: its chunks so far.
 
     A lease belongs to a tenant, not to a client, lasts until it ends or the server does, and grows while more of its
@@ -373,12 +373,12 @@ class Drop(_Message, frozen=True):
     keep: int = 0
 
 
-class Leases(_Message, frozen=True):
+class ListLeases(_Message, frozen=True):
     """List the leases of the client's tenant, or of all if it has none. Answer: a list of leases.LeaseStatus: at most
     1,000, those that hold most first."""
 
 
-class Forget(_Message, frozen=True):
+class ForgetChunks(_Message, frozen=True):
     """Remove chunks, also pinned ones, from memory and tiers: of models whose names have this prefix, and of one salt;
     empty means all. writer: only what this writer (as in Register) has stored, under any salt.
 
@@ -393,9 +393,9 @@ class Forget(_Message, frozen=True):
 
 
 class Count(_Message, frozen=True):
-    """Ask what a `Forget` of the same model and salt would remove from memory, without removing it.
+    """Ask what a `ForgetChunks` of the same model and salt would remove from memory, without removing it.
 
-    It is not a flag of `Forget`, because a server too old to know the flag would ignore it and forget; it refuses an
+    It is no flag of `ForgetChunks`: a server too old to know the flag would ignore it and forget, and it refuses an
     unknown message. Answer: chunks and their bytes, as a list.
     """
 
@@ -459,7 +459,7 @@ class EndQuarantine(_Message, frozen=True):
     model: str = ""
 
 
-class Status(_Message, frozen=True):
+class GetStatus(_Message, frozen=True):
     """Answer: a dict of counts."""
 
 
@@ -477,18 +477,18 @@ Request: TypeAlias = (
     | ChunkSize
     | Noop
     | Clear
-    | Lease
+    | TakeLease
     | EndLease
     | Drop
-    | Leases
-    | Forget
+    | ListLeases
+    | ForgetChunks
     | Count
     | Inspect
     | Why
     | Describe
     | SetQuota
     | EndQuarantine
-    | Status
+    | GetStatus
 )
 
 
