@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from types import UnionType
 
-import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -27,7 +26,6 @@ from kvdepot.protocol.layout import BlockFormat
 
 SECRET, LIVENESS = b"a" * SECRET_BYTES, b"secret of a liveness file"
 FORMAT = BlockFormat(b"f" * 32, 4096)
-COPY = wire.Store | wire.Retrieve | wire.Compare
 
 
 class Server:
@@ -103,7 +101,7 @@ def watch_of(servers: list[Server]) -> Callable[[str, bytes], Server]:
 class Connections(RuleBasedStateMachine):
     """One connection, its network, and the servers at its address, one after the other."""
 
-    slow: type | UnionType = COPY | wire.Lookup
+    slow: type | UnionType = wire.Copying | wire.Lookup
     """Requests that `settle` leaves to `answer`; it answers those of the kind `refused` with an error."""
     refused: tuple[type, KVDepotError] | None = None
 
@@ -147,7 +145,7 @@ class Connections(RuleBasedStateMachine):
         self.check_sent(server, number, request)
         self.sent.append((server, request))
         # What waits for its answer is known when it comes again.
-        if not isinstance(request, COPY | wire.Lookup) or all(each != number for each, _ in server.inbox):
+        if not isinstance(request, wire.Copying | wire.Lookup) or all(each != number for each, _ in server.inbox):
             server.inbox.append((number, request))
         return True
 
@@ -160,14 +158,14 @@ class Connections(RuleBasedStateMachine):
         elif isinstance(request, wire.Lookup):
             assert number not in self.ended_lookups, "nothing would release its pins, or it ends those of a later one"
             self.lookups[number] = request.request
-        elif isinstance(request, COPY):
+        elif isinstance(request, wire.Copying):
             assert len({each.boot for each in [*before, server]}) <= 2, "it could be this copy that ends servers"
             is_new = server.knows_us and before and server not in before and request.instance in self.wanted
             assert not is_new or request.instance in server.offered, "it is repeated before its registration"
         if isinstance(request, wire.EndSession) or (isinstance(request, wire.Lookup) and request.hurries):
             ended = [each for each, name in self.lookups.items() if name == request.request]
             self.ended_lookups |= {each for each in ended if each[::-1] < number[::-1]}
-        if server.knows_us and not (isinstance(request, COPY) and request.instance not in self.wanted):
+        if server.knows_us and not (isinstance(request, wire.Copying) and request.instance not in self.wanted):
             before.append(server)  # else it refuses this
 
     # -- what the machine does
@@ -280,8 +278,8 @@ class Connections(RuleBasedStateMachine):
             if len(ended) > count and not isinstance(ended[0], KVDepotError):
                 assert boot == self.connection.incarnation, "answered by one who has not proved himself"
                 assert ended[0] != "forged"
-                if isinstance(ended[0], list) and len(ended[0]) == 5:
-                    self.placements.append(msgspec.convert(ended[0], wire.Placement))
+                if isinstance(ended[0], wire.Placement):
+                    self.placements.append(ended[0])
 
     @rule()
     def greet(self) -> None:
@@ -307,7 +305,7 @@ class Connections(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.02, 0.15, 0.6, 1.2, 11.0]))
     def wait(self, seconds: float) -> None:
-        lasting = COPY | wire.Complete | wire.EndSession | wire.Register
+        lasting = wire.Copying | wire.Complete | wire.EndSession | wire.Register
         may_be_lost = any(isinstance(each.request, lasting) for each in self.connection.requests.pending.values())
         must_stay = self.connection.welcomed and self.servers[-1].boot == self.connection.incarnation
         must_stay &= not (may_be_lost or any(server.is_dead for server in self.servers) or self.server is None)
@@ -377,7 +375,7 @@ def test_every_phase_but_the_last_can_lose_its_server_and_be_closed() -> None:
 class Talk(Connections):
     """A connection whose server answers at once: all but copies."""
 
-    slow: type | UnionType = COPY
+    slow: type | UnionType = wire.Copying
 
     def begin(self) -> list[list[object]]:
         """Meet a server, register, and send it a store and a retrieve. Returns the outcomes of both."""
@@ -387,10 +385,10 @@ class Talk(Connections):
         self.ask("store", 0)
         self.ask("retrieve", 0)
         assert self.connection.welcomed and self.copies() == 2
-        return [ended for request, ended in self.outcomes if isinstance(request, COPY)]
+        return [ended for request, ended in self.outcomes if isinstance(request, wire.Copying)]
 
     def copies(self) -> int:
-        return sum(1 for _, request in self.sent if isinstance(request, COPY))
+        return sum(1 for _, request in self.sent if isinstance(request, wire.Copying))
 
     def pass_time(self, seconds: float) -> None:
         """The client calls `expire` every 10 ms."""

@@ -45,7 +45,7 @@ class Asked:
     is_forgotten: its chunks were forgotten after they had been placed."""
 
     number: tuple[bytes, bytes]
-    request: wire.Store | wire.Retrieve | wire.Compare
+    request: wire.Copying
     format: BlockFormat
     copying: Copying | None = None
     written: int = 0

@@ -176,7 +176,7 @@ def test_after_a_crash_engines_are_credited_again_with_what_survived(host: Host)
 
 def test_a_server_without_kv_events_wants_no_descriptions(start_depot: StartDepot) -> None:
     engine, tokens = Engine(start_depot(arena_mib=1), TOPICS[0]), prompt(1, 1)
-    assert not engine.scheduler.client.wants_tokens
+    assert not engine.scheduler.client.welcome.wants_tokens
     chain = engine.store_prompt(tokens)  # which describes it to servers that want it
     described = wire.Describe(chain.root, bytes(chain.hashes), pack_ids(tokens, "token ids"), CHUNK)
     with pytest.raises(BadRequest, match="publishes no token ids"):

@@ -124,10 +124,6 @@ class Client(MessageQueueClient):
         )
         host.clients.append(self)
 
-    @property
-    def lookup_s(self) -> float:
-        return self._connection.welcome.lookup_s
-
     def now(self) -> float:
         return self.host.world.now
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvdepot.client.phases import TRANSITIONS, Change, Phase
-from kvdepot.client.requests import COPY, LASTING, Done, PendingRequest, Requests
+from kvdepot.client.requests import LASTING, Done, PendingRequest, Requests
 from kvdepot.client.servers import Handshake, Introduction, LifeWatch, ServerRun
 from kvdepot.errors import (
     Busy,
@@ -345,7 +345,7 @@ class Connection:
     def _repeat(self, number: int, pending: PendingRequest, value: KVDepotError) -> bool:
         """The server does not know us: say hello, then send this again. Whether it will be sent again."""
         request = pending.request
-        is_known = isinstance(request, COPY) and request.instance in self.requests.registrations
+        is_known = isinstance(request, wire.Copying) and request.instance in self.requests.registrations
         is_wrong = isinstance(value, UnknownInstance) and not is_known
         if is_wrong or not pending.may_repeat or pending.refusals >= _MAX_REPEATS:
             return False

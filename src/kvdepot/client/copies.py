@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-
 from kvdepot.errors import ArenaError, ProtocolError, Unavailable
 from kvdepot.memory.arena_view import ArenaView
 from kvdepot.memory.extents import checksum
@@ -41,18 +39,6 @@ class Arenas:
                     raise Unavailable(f"the arena cannot be mapped: {exc}") from exc
                 self._views = [*self._views[-1:], found]
             return found
-
-
-def read_placement(value: object) -> wire.Placement | None:
-    """The placement that a server has answered with; None for another answer, which is final. Raises ProtocolError."""
-    if not (isinstance(value, list) and len(value) == len(wire.Placement.__struct_fields__)):
-        return None
-    if not isinstance(value[1], str):  # of a retrieve: whether it has filled each chunk
-        return None
-    try:
-        return msgspec.convert(value, wire.Placement)
-    except msgspec.ValidationError as exc:
-        raise ProtocolError(f"the server's placement is malformed: {exc}") from exc
 
 
 def carry(view: ArenaView, placement: wire.Placement, size: int, copy: Callable[[ArenaView], None]) -> wire.Complete:

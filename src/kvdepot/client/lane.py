@@ -27,10 +27,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvdepot.client.connection import CHECK_S
-from kvdepot.client.copies import BUSY_S, COMPLETE_TRIES, Arenas, give_back, read_placement
+from kvdepot.client.copies import BUSY_S, COMPLETE_TRIES, Arenas, give_back
 from kvdepot.client.copy_speed import LoadSpeed
 from kvdepot.client.device_events import EVENT_S, happened
-from kvdepot.client.operations import AT_SERVER, NEEDS_SERVER, BlockIds, Copying, CopyPhase, LaneOperation
+from kvdepot.client.operations import AT_SERVER, NEEDS_SERVER, BlockIds, CopyPhase, LaneOperation
 from kvdepot.client.socket import Client, MessagingFuture
 from kvdepot.devices.blocks import BlockMemory, DeviceEvent
 from kvdepot.errors import (
@@ -153,7 +153,7 @@ class Lane:
 
     def submit(
         self,
-        request: Copying,
+        request: wire.Copying,
         block_ids: Sequence[BlockIds],
         event: DeviceEvent | None = None,
         convert: Callable[[object], T] | None = None,
@@ -168,7 +168,15 @@ class Lane:
         future: LaneFuture[T] = LaneFuture(self, convert)
         with self._changed:
             try:
-                operation = self._operation(request, block_ids, event, future)
+                if self._closed is not None:
+                    raise self._closed
+                blocks = self._memories.get(request.instance)
+                if blocks is None:
+                    raise UnknownInstance(f"no KV tensors are registered as instance {request.instance}")
+                if len(self._live) - self._at_server.total() >= _MOST_WAITING:
+                    raise Busy(f"{_MOST_WAITING} copies already wait for their events or for the server")
+                operation = LaneOperation(request, blocks, block_ids, event, future, self._clock())
+                operation.check()
             except KVDepotError as exc:
                 future._finish(exc)
                 return future
@@ -187,20 +195,6 @@ class Lane:
             self._wake()
         return future
 
-    def _operation(
-        self, request: Copying, block_ids: Sequence[BlockIds], event: DeviceEvent | None, future: LaneFuture[Any]
-    ) -> LaneOperation:
-        if self._closed is not None:
-            raise self._closed
-        blocks = self._memories.get(request.instance)
-        if blocks is None:
-            raise UnknownInstance(f"no KV tensors are registered as instance {request.instance}")
-        if len(self._live) - self._at_server.total() >= _MOST_WAITING:
-            raise Busy(f"{_MOST_WAITING} copies already wait for their events or for the server")
-        operation = LaneOperation(request, blocks, block_ids, event, future, self._clock())
-        operation.check()
-        return operation
-
     def give_up(self, futures: Collection[MessagingFuture[Any]], timeout_s: float) -> int:
         """Make sure that the lane touches no block of these operations any more. Returns how many were voided.
 
@@ -213,8 +207,7 @@ class Lane:
         if self.wait(lambda: all(future.query() for future in futures), timeout_s):
             return 0
         with self._changed:
-            given_up = set(map(id, futures))
-            voided = [each for future, each in self._live.items() if id(future) in given_up and not future.query()]
+            voided = [self._live[each] for each in set(futures) if each in self._live and not each.query()]
             for operation in voided:
                 self._void(operation, KVDepotError("its blocks were given up before they were copied"))
             self._prune()
@@ -298,16 +291,12 @@ class Lane:
         return any_taken
 
     def _answered(self, operation: LaneOperation, value: object) -> None:
-        try:
-            placement = read_placement(value)
-        except ProtocolError as exc:
-            placement, value = None, exc
-        if placement is None:
+        if not isinstance(value, wire.Placement):
             self._end(operation, value)
             return
-        operation.placement, operation.phase = placement, CopyPhase.PLACED
+        operation.placement, operation.phase = value, CopyPhase.PLACED
         if operation.is_void:
-            self._complete(operation, give_back(placement))
+            self._complete(operation, give_back(value))
         else:
             self._placed[operation.is_load].append(operation)
 
@@ -441,12 +430,13 @@ class Lane:
         self._prune()
 
     def _complete_refused(self) -> bool:
-        now, refused = self._clock(), self._refused
-        self._refused = [operation for operation in refused if now - operation.since < BUSY_S]
-        for operation in refused:
-            if operation not in self._refused and operation.completion is not None:
-                self._complete(operation, operation.completion)
-        return len(self._refused) < len(refused)
+        now = self._clock()
+        due = [operation for operation in self._refused if now - operation.since >= BUSY_S]
+        self._refused = [operation for operation in self._refused if operation not in due]
+        for operation in due:
+            assert operation.completion is not None
+            self._complete(operation, operation.completion)
+        return bool(due)
 
     def _next_placed(self) -> LaneOperation | None:
         for placed in (self._placed[True], self._placed[False]):
@@ -494,10 +484,11 @@ class Lane:
 
     def _copy_slice(self, operation: LaneOperation) -> None:
         """Copy as much of an operation as one slice has, and complete it after the last."""
-        error: KVDepotError | None = None
+        error, placement = None, operation.placement
+        assert placement is not None
         begun, before = self._clock(), operation.copied
         try:
-            self._copy(operation)
+            operation.copy_slice(self.arenas.of(placement.arena, placement.boot))
             if operation.is_load:
                 self.load_speed.add((operation.copied - before) * operation.chunk_bytes, self._clock() - begun)
         except KVDepotError as exc:
@@ -505,8 +496,6 @@ class Lane:
         except BaseException as exc:  # whatever it is, the operation must end
             log.exception("a copy of KV failed")
             error = KVDepotError(f"the blocks could not be copied: {exc!r}")
-        placement = operation.placement
-        assert placement is not None
         with self._changed:
             self._copying = None
             if self._closed is not None:
@@ -514,16 +503,9 @@ class Lane:
             elif error is not None or operation.is_void:
                 self._void(operation, error or KVDepotError("its blocks were given up while they were copied"))
             elif operation.copied == len(operation.pieces):
-                message = wire.Complete(
-                    placement.operation, placement.boot, True, operation.sums, operation.differences
-                )
-                self._complete(operation, message)
+                number, sums, differences = placement.operation, operation.sums, operation.differences
+                self._complete(operation, wire.Complete(number, placement.boot, True, sums, differences))
             self._changed.notify_all()
-
-    def _copy(self, operation: LaneOperation) -> None:
-        placement = operation.placement
-        assert placement is not None
-        operation.copy_slice(self.arenas.of(placement.arena, placement.boot))
 
     def _start(self) -> None:
         try:

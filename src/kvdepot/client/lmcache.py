@@ -7,7 +7,7 @@ client/worker.py) under the contract's names. They decide nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -26,7 +26,7 @@ from kvdepot.client.contract import (
     striding_block_hashes,
     wrap_kv_caches,
 )
-from kvdepot.client.scheduler import Cached, LookupOutcome, Pending, SchedulerClient, SubmittedLookup, Unanswered
+from kvdepot.client.scheduler import Cached, LookupOutcome, SchedulerClient, Unanswered
 from kvdepot.client.socket import CONNECT_S, Client, MessagingFuture
 from kvdepot.client.transfer import ShardSpec, Transfer, pack_block_ids
 from kvdepot.client.worker import Submitted, WorkerClient
@@ -138,38 +138,13 @@ class _Adapter:
         return b"".join(map(engine_hash, striding_block_hashes(block_hashes or [], self.blocks_in_chunk)))
 
 
-class LookupFutures(MutableMapping[str, MessagingFuture[int]]):
-    """Futures of an adapter's lookups by request id: chunks in the longest cached prefix; 0 for a lookup whose failure
-    `check_lookup_result` has reported. A live view: deleting one forgets the lookup, so not while iterating. Setting
-    one raises BadRequest."""
-
-    def __init__(self, lookups: dict[str, SubmittedLookup]) -> None:
-        self._lookups = lookups
-
-    def __getitem__(self, request_id: str) -> MessagingFuture[int]:
-        lookup = self._lookups[request_id]
-        return MessagingFuture.resolved(0) if isinstance(lookup.outcome, Unanswered) else lookup.future
-
-    def __setitem__(self, request_id: str, future: MessagingFuture[int]) -> None:
-        raise BadRequest("a lookup's future cannot be set: start the lookup with maybe_submit_lookup_request")
-
-    def __delitem__(self, request_id: str) -> None:
-        del self._lookups[request_id]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._lookups)
-
-    def __len__(self) -> int:
-        return len(self._lookups)
-
-
 class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
     """The scheduler's side: how much of a prompt is cached. Used by one thread."""
 
     @property
-    def lookup_futures(self) -> LookupFutures:
-        """Futures of the lookups, by request id; deleting one forgets the lookup."""
-        return LookupFutures(self._lookups)
+    def lookup_futures(self) -> dict[str, MessagingFuture[int]]:
+        """A copy of the futures of lookups, by request id: chunks in the longest cached prefix."""
+        return {request_id: each.future for request_id, each in self._lookups.items()}
 
     def maybe_submit_lookup_request(
         self, request_id: str, block_hashes: list[bytes] | None = None, token_ids: list[int] | None = None
@@ -241,9 +216,13 @@ class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
 
 
 def _tokens(outcome: LookupOutcome) -> int | None:
-    if isinstance(outcome, Cached):
-        return outcome.tokens
-    return None if isinstance(outcome, Pending) else 0
+    """The contract's answer: None while there is none, and 0 for a lookup that failed."""
+    match outcome:
+        case Cached():
+            return outcome.tokens
+        case Unanswered():
+            return 0
+    return None
 
 
 class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):

@@ -16,7 +16,7 @@ import enum
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,6 @@ from kvdepot.protocol.keys import HASH_BYTES
 
 if TYPE_CHECKING:
     from kvdepot.memory.arena_view import ArenaView
-
-Copying: TypeAlias = wire.Store | wire.Retrieve | wire.Compare
 
 
 class BlockIds(NamedTuple):
@@ -64,7 +62,7 @@ NEEDS_SERVER = {CopyPhase.READY, CopyPhase.ASKED, CopyPhase.COMPLETING}
 
 @dataclass(slots=True, eq=False)
 class LaneOperation:
-    request: Copying
+    request: wire.Copying
     blocks: BlockMemory
     block_ids: Sequence[BlockIds]
     event: DeviceEvent | None

@@ -223,7 +223,7 @@ class SchedulerClient:
     def describe(self, parent: bytes, hashes: bytes, tokens: bytes) -> None:
         """Give the server the token ids of chunks, if it publishes them for routers; see wire.Describe. Never
         blocks."""
-        if self.client.wants_tokens:
+        if self.client.welcome.wants_tokens:
             self.client.ask(wire.Describe(parent, hashes, tokens, self.spec.chunk_tokens))
 
     def close(self) -> None:

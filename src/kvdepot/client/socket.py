@@ -268,33 +268,12 @@ class Client:
     @property
     def chunk_size(self) -> int:
         """The server's tokens per chunk; 0 before the first welcome."""
-        return self._connection.welcome.chunk_size
+        return self.welcome.chunk_size
 
     @property
-    def lookup_s(self) -> float:
-        """Seconds that the server may wait for tiers before it answers a lookup."""
-        return self._connection.welcome.lookup_s
-
-    @property
-    def has_free_chunks(self) -> bool:
-        """Whether the server lets engines choose their own chunk size; otherwise chunks have `chunk_size` or more."""
-        return self._connection.welcome.has_free_chunks
-
-    @property
-    def verify_hits(self) -> float:
-        """The share of hits that the server wants engines to compute and compare."""
-        return self._connection.welcome.verify_hits
-
-    @property
-    def wants_tokens(self) -> bool:
-        """Whether the server that last welcomed this client publishes token ids, so chunks should be described."""
-        return self._connection.welcome.wants_tokens
-
-    @property
-    def hint_limits(self) -> tuple[int, int]:
-        """The longest time, in seconds, and the highest priority that the server grants to requests' leases."""
-        welcome = self._connection.welcome
-        return welcome.max_hint_s, welcome.max_hint_priority
+    def welcome(self) -> wire.Welcome:
+        """What the server that last welcomed this client has said of itself."""
+        return self._connection.welcome
 
     def is_returning(self) -> bool:
         """Whether the server was lost a moment ago, and another holds its unix socket already, or is being started."""

@@ -22,7 +22,7 @@ import msgspec
 
 from kvdepot.client.device_events import happened
 from kvdepot.client.lane import Lane, LaneFuture
-from kvdepot.client.operations import BlockIds, Copying
+from kvdepot.client.operations import BlockIds
 from kvdepot.client.socket import Client, check_type
 from kvdepot.client.transfer import Operation, Origin, ShardSpec, Transfer
 from kvdepot.devices.blocks import BlockMemory, DeviceEvent
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_Asking: TypeAlias = tuple[Copying, Callable[[object], T]]
+_Asking: TypeAlias = tuple[wire.Copying, Callable[[object], T]]
 """A message, and what converts its answer."""
 
 _SHUTDOWN_S = 5.0

@@ -4,7 +4,7 @@ Used by client/socket.py and core/connections.py. One frame per message in both 
 (https://msgpack.org), never pickle:
 
     request   [id: 8 bytes][body]             body = one of `Request`, tagged by its name
-    reply     [id: 8 bytes][boot: 8 bytes][body]   body = `Answer` or `Failure`
+    reply     [id: 8 bytes][boot: 8 bytes][body]   body = `Answer`, `Placement` or `Failure`
 
 The client chooses the id, and the reply repeats it; it precedes the body, so a request whose body cannot be decoded
 still gets a reply. `boot` identifies one run of the server: if it changes, the server has restarted and does not know
@@ -40,7 +40,7 @@ MAX_CHUNKS = 1 << 16
 MAX_PLACES, MAX_PLACED_BYTES = 64, 32 << 20
 """The answer to a lookup says where at most this many of the last chunks are, and of these bytes on each rank."""
 MAX_WRITER_RUNS = 16
-"""An answer says of at most this many runs of chunks who has stored them; who has stored those behind is not known."""
+"""An answer names the writers of at most this many runs of chunks; who has stored the chunks behind is not known."""
 MAX_TAILS = 64
 """Tails that one lookup may name."""
 MAX_PLACE = 1 << 31
@@ -66,8 +66,8 @@ class Hello(_Message, frozen=True):
     """The first message. Answer: the fields of `Proof`. The version is the first field in every protocol version.
 
     liveness: the name of the client's liveness file (memory/shm.py). nonce: fresh random bytes. sealed: whether
-    messages after `Welcome` are sealed. For log, journal and status only: engine names the engine, equally in all its
-    clients; host and pid are the client's own.
+    messages after `Prove` are sealed. engine, host, pid: for log, journal and status only; all clients of an engine
+    give the same name.
     """
 
     version: int
@@ -171,10 +171,10 @@ class Lookup(_Message, frozen=True):
     has no answer yet, which is counted no more, and answered at once with what is in memory.
     queued: the request only waits in its engine's queue, so the answer may take as long as those before it keep their
     pins. tails: where the prefix may end within a chunk, the longest first.
-    pins: without, nothing is pinned, so there is no session to end; what is found is the last to be evicted. own:
-    leading chunks that the engine's own cache has, which are not counted as asked for. writers: whether the answer says
-    who has stored what was found. layout: the fingerprint of all ranks' tensors, if they load small hits without asking
-    again; then the answer has `Places`.
+    pins: whether the chunks are pinned; if not, there is no session to end, and the chunks are the last to be evicted.
+    own: leading chunks that the engine's own cache has, which are not counted as asked for. writers: whether the answer
+    says who has stored the chunks. layout: the fingerprint of all ranks' tensors, if they load small hits without
+    asking again; then the answer has `Places`.
     place: of a queued request in its engine's own queue, from -MAX_PLACE to MAX_PLACE: the lowest goes first, equal
     places in the order of arrival. It orders the lookups of one client among themselves, and of no other client.
     """
@@ -463,33 +463,11 @@ class GetStatus(_Message, frozen=True):
     """Answer: a dict of counts."""
 
 
-Request: TypeAlias = (
-    Hello
-    | Prove
-    | Register
-    | Unregister
-    | Lookup
-    | Store
-    | Retrieve
-    | Compare
-    | Complete
-    | EndSession
-    | ChunkSize
-    | Noop
-    | Clear
-    | TakeLease
-    | EndLease
-    | Drop
-    | ListLeases
-    | ForgetChunks
-    | Count
-    | Inspect
-    | Why
-    | Describe
-    | SetQuota
-    | EndQuarantine
-    | GetStatus
-)
+Copying: TypeAlias = Store | Retrieve | Compare
+"""Requests that the server answers with a `Placement`, which the client completes."""
+_Engines: TypeAlias = Register | Unregister | Lookup | Copying | Complete | EndSession | Describe
+_Chunks: TypeAlias = Clear | TakeLease | EndLease | Drop | ListLeases | ForgetChunks | Count | EndQuarantine
+Request: TypeAlias = Hello | Prove | ChunkSize | Noop | GetStatus | Inspect | Why | SetQuota | _Engines | _Chunks
 
 
 class Proof(msgspec.Struct, array_like=True, frozen=True):
@@ -523,7 +501,7 @@ class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):
     checksum: int = 0
 
 
-class Placement(msgspec.Struct, array_like=True, frozen=True):
+class Placement(_Message, frozen=True):
     """Where the bytes of an operation's chunks belong, or are. They stay there until the client completes it or dies.
 
     arena, boot: the arena, and the boot id of the server that this is true of: a later one may have moved chunks.
@@ -588,7 +566,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Answer(_Message, frozen=True):
-    """A result."""
+    """A result that is no `Placement`."""
 
     value: object
 
@@ -601,7 +579,7 @@ class Failure(_Message, frozen=True):
 
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_replies: msgspec.msgpack.Decoder[Answer | Failure] = msgspec.msgpack.Decoder(Answer | Failure)
+_replies: msgspec.msgpack.Decoder[Answer | Placement | Failure] = msgspec.msgpack.Decoder(Answer | Placement | Failure)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -631,7 +609,7 @@ def decode_request(frame: bytes) -> tuple[bytes, Request | errors.ProtocolError]
 
 def encode_answer(number: bytes, boot: bytes, value: object) -> bytes:
     """One frame, server to client: the result of request `number`."""
-    return number + boot + _encode(Answer(value))
+    return number + boot + _encode(value if isinstance(value, Placement) else Answer(value))
 
 
 def encode_failure(number: bytes, boot: bytes, error: errors.KVDepotError) -> bytes:
@@ -640,19 +618,19 @@ def encode_failure(number: bytes, boot: bytes, error: errors.KVDepotError) -> by
 
 
 def decode_reply(frame: bytes) -> tuple[int, bytes, object]:
-    """Id, boot id, and the value or an error from errors.py (returned, not raised).
-
-    Raises ProtocolError for a frame that is not a reply.
-    """
+    """Id, boot id, and the value or an error from errors.py (returned, not raised): ProtocolError for a body that is
+    none. Raises ProtocolError for a frame too short for a reply."""
     head = ID_BYTES + BOOT_BYTES
     if len(frame) < head:
         raise errors.ProtocolError(f"a frame of {len(frame)} bytes is not a reply")
+    number, boot = int.from_bytes(frame[:ID_BYTES], "little"), frame[ID_BYTES:head]
     try:
         body = _replies.decode(memoryview(frame)[head:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise errors.ProtocolError(f"not a reply of protocol version {VERSION}: {exc}") from exc
-    number = int.from_bytes(frame[:ID_BYTES], "little")
-    boot = frame[ID_BYTES:head]
-    if isinstance(body, Failure):
-        return number, boot, errors.from_code(body.code, body.message)
-    return number, boot, body.value
+        return number, boot, errors.ProtocolError(f"not a reply of protocol version {VERSION}: {exc}")
+    match body:
+        case Answer():
+            return number, boot, body.value
+        case Placement():
+            return number, boot, body
+    return number, boot, errors.from_code(body.code, body.message)

@@ -288,9 +288,9 @@ class SchedulerHalf:
         if isinstance(outcome, Cached):
             tail = None if outcome.tail is None else tracked.tails[outcome.tail]
             found = outcome.tokens if tail is None else tail.tokens
-            client = self._depot.client
-            has_waited = bool(tracked.waits_since and client.lookup_s)  # for tiers: it does not pay a prefill on top
-            sampled = 0.0 if has_waited else client.verify_hits
+            welcome = self._depot.client.welcome
+            has_waited = bool(tracked.waits_since and welcome.lookup_s)  # for tiers: a prefill on top costs too much
+            sampled = 0.0 if has_waited else welcome.verify_hits
             cached, tracked.check, is_unproven = self._trust.divide(tracked, outcome, num_computed_tokens, sampled)
             runs = outcome.writers
             last = min((run.end for run in runs if run.end * self._chunk_tokens >= cached), default=0)
@@ -324,7 +324,7 @@ class SchedulerHalf:
     def _times(self, missing: int) -> tuple[float, float]:
         """The seconds that the server may take for a lookup, and those in which the engine computes the missing tokens;
         0.0: unknown."""
-        tiers_s = self._depot.client.lookup_s if self._is_connected else 0.0
+        tiers_s = self._depot.client.welcome.lookup_s if self._is_connected else 0.0
         return max(PATIENCE_S, tiers_s), missing / self._prefill.speed if self._prefill.speed else 0.0
 
     # -- what is loaded
