@@ -450,6 +450,9 @@ def test_a_copy_does_not_fail_while_its_server_runs_whether_connected_or_not() -
     """Nobody would complete what that server has placed."""
     talk = Talk()
     copies, first = talk.begin(), talk.servers[0]
+    talk.slow = object  # it is stopped: nothing is answered, no hello either
+    talk.pass_time(15.0)
+    assert not any(copies)
     talk.end(dies=False, is_reported=True)
     talk.pass_time(5 * GRACE_S)
     assert not any(copies) and not talk.connection.lost_s

@@ -36,12 +36,12 @@ from kvdepot.adapters import (
 from kvdepot.client import lmcache
 from kvdepot.client import socket as client_socket
 from kvdepot.client.scheduler import Cached, Unanswered
-from kvdepot.client.transfer import Operation, pack_block_ids
+from kvdepot.client.transfer import pack_block_ids
 from kvdepot.devices.host import HostBlocks
 from kvdepot.keys import ROOT, ChunkChain
 from kvdepot.protocol.endpoints import Claim
-from tests.client.engine import BLOCK, CHUNK, PER_CHUNK, Engine, Later, MakeEngine, make_caches, read_blocks
-from tests.conftest import HANG_S, Depot, StartDepot, ends, eventually, suspend
+from tests.client.engine import BLOCK, CHUNK, PER_CHUNK, Engine, MakeEngine, make_caches, read_blocks
+from tests.conftest import HANG_S, Depot, StartDepot, eventually, suspend
 from tests.server.process import kill
 
 BLOCKS = 32
@@ -551,24 +551,6 @@ def test_a_device_that_fails_the_self_test_leaves_the_engine_without_a_cache(
 # -- what failed is said
 
 
-def test_of_a_request_only_the_chunks_that_are_missing_fail(engine: Engine) -> None:
-    tokens, told = prompt(3 * CHUNK), list[Operation]()
-    engine.scheduler.watch = engine.worker.watch = told.append
-    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens[:CHUNK]))
-    engine.store(LoadStoreOp([4, 5, 6, 7], token_ids=tokens, start=2 * CHUNK, end=3 * CHUNK))
-    targets = list(range(12, 24))
-    before = read_blocks(engine.caches[0], targets)
-    assert engine.retrieve(LoadStoreOp(targets, token_ids=tokens)) == {16, 17, 18, 19}
-    stored = read_blocks(engine.caches[0], list(range(8)))
-    assert read_blocks(engine.caches[0], targets) == stored[:4] + before[4:8] + stored[4:]
-    engine.lookup(token_ids=tokens)
-    size = len(b"".join(stored[:4]))
-    assert [(each.kind, each.chunks, each.done, each.size_bytes, each.error) for each in told] == [
-        ("store", 1, 1, size, None), ("store", 1, 1, size, None), ("retrieve", 3, 2, 2 * size, None),
-        ("lookup", 3, 1, 0, None),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("is_store", [True, False])
 @pytest.mark.parametrize(
     "op",
@@ -655,27 +637,6 @@ def test_an_id_that_is_used_again_ends_each_time_and_once(engine: Engine, uses: 
 # -- events
 
 
-def test_blocks_are_read_and_written_only_after_the_event(engine: Engine) -> None:
-    worker, caches, tokens = engine.worker, engine.caches[0], prompt(CHUNK)
-    computed, loaded = Later(), Later()
-    worker.submit_store_request("r", LoadStoreOp([0, 1, 2, 3], token_ids=tokens), computed)
-    assert computed.asked.wait(HANG_S)
-    barrier(worker)
-    for tensor in caches.values():
-        tensor.random_(0, 256)
-    stored, before = read_blocks(caches, [0, 1, 2, 3]), read_blocks(caches, [4, 5, 6, 7])
-    computed.there = True
-    assert eventually(lambda: worker.get_finished({"r"})[0]) == {"r"}
-    worker.submit_retrieve_request("r", LoadStoreOp([4, 5, 6, 7], token_ids=tokens), loaded)
-    assert loaded.asked.wait(HANG_S)
-    barrier(worker)
-    assert worker.get_finished(set()) == (None, None)
-    assert read_blocks(caches, [4, 5, 6, 7]) == before
-    loaded.there = True
-    assert eventually(lambda: worker.get_finished(set())[1]) == {"r"}
-    assert read_blocks(caches, [4, 5, 6, 7]) == stored
-
-
 # -- the end, and servers that go away
 
 
@@ -689,14 +650,6 @@ def test_after_shutdown_nothing_hangs(depot: Depot) -> None:
     assert engine.worker.get_block_ids_with_load_errors() == {0, 1, 2, 3}
     assert engine.lookup(request_id="l", token_ids=prompt(CHUNK)) == 0
     engine.scheduler.end_session("l")
-
-
-def test_shutdown_with_an_event_still_pending_is_bounded(depot: Depot) -> None:
-    engine = Engine(depot, caches=[make_caches()])
-    engine.worker.submit_store_request("r", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), Later())
-    with ends():
-        engine.close()
-    assert engine.worker.get_finished({"r"}) == ({"r"}, None)
 
 
 def ask_in_vain(scheduler: LMCacheMPSchedulerAdapter, request_id: str, tokens: list[int]) -> None:

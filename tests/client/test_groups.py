@@ -14,8 +14,7 @@ from kvdepot.client.transfer import GroupSpec, ShardSpec, Transfer, pack_block_i
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol.keys import ChunkChain, derive_root
 from tests.client.engine import NativeEngine
-from tests.conftest import Depot, StartDepot, eventually
-from tests.server.process import kill
+from tests.conftest import Depot, eventually
 
 CHUNK = 256
 BLOCK = {0: 64, 1: 32}  # tokens, by group
@@ -104,19 +103,3 @@ def test_a_prefix_without_its_window_is_no_hit_and_fails_to_load(hybrid: Hybrid)
     assert hybrid.read([[], TARGET[1][:8]])[1] == kept[1][: len(kept[1]) // 2], "what did not come was not touched"
     hybrid.store([window])
     assert hybrid.lookup(chain) == 3 * CHUNK
-
-
-@pytest.mark.faults
-def test_a_server_that_is_killed_comes_back_with_both_groups_and_the_engine_goes_on(start_depot: StartDepot) -> None:
-    first = start_depot()
-    hybrid, chain, other = Hybrid(first), prompt(3), prompt(2)
-    hybrid.store(hybrid.parts(chain, SOURCE, "a"))
-    written = hybrid.read(SOURCE)
-    kill(first)
-    start_depot(url=first.url, name=first.name)
-    eventually(lambda: hybrid.found(chain) == 3 * CHUNK)
-    eventually(lambda: not hybrid.retrieve(hybrid.parts(chain, TARGET, uuid.uuid4().hex)))
-    assert hybrid.read(TARGET) == written
-    hybrid.store(hybrid.parts(other, [SOURCE[0][:8], SOURCE[1]], "b"))
-    assert hybrid.lookup(other) == 2 * CHUNK
-    hybrid.close()

@@ -18,7 +18,6 @@ import torch
 
 from kvdepot.client import lane as lanes
 from kvdepot.client.calls import answer
-from kvdepot.client.connection import GRACE_S
 from kvdepot.client.copy_speed import LoadSpeed
 from kvdepot.client.lane import Lane, LaneFuture
 from kvdepot.client.operations import BlockIds
@@ -42,7 +41,7 @@ from kvdepot.memory.extents import Bytes
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment, build_layout
 from tests.client.engine import Later
-from tests.conftest import HANG_S, Depot, StartDepot, ends, eventually, suspend
+from tests.conftest import HANG_S, Depot, StartDepot, eventually, suspend
 from tests.programs import run
 from tests.server.process import kill
 
@@ -717,18 +716,6 @@ def succeeds(future: LaneFuture[Any]) -> bool:
     return False
 
 
-@pytest.mark.faults
-def test_without_a_server_operations_end_once_it_cannot_be_back(start_depot: StartDepot, make_rank: MakeRank) -> None:
-    depot = start_depot()
-    rank = make_rank(depot)
-    kill(depot)
-    with ends():
-        for each in [rank.store(chunks(1)), rank.load(chunks(1))]:
-            with pytest.raises(Unavailable):
-                each.result(GRACE_S + HANG_S)
-    assert not rank.lane._live
-
-
 # -- the end
 
 
@@ -791,24 +778,6 @@ def test_blocks_that_are_removed_are_copied_no_more(depot: Depot, rank: Rank) ->
     assert rank.store(hashes, 20).result(HANG_S) is True
     assert rank.load(hashes, 30).result(HANG_S) == [True, True]
     assert np.array_equal(other.of(range(30, 34)), other.of(range(20, 24))) and rank.blocks.moves == []
-
-
-def test_after_a_fork_the_childs_lane_is_closed_and_the_parents_goes_on(rank: Rank) -> None:
-    waiting = rank.store(chunks(1), 0, Later())
-    child = os.fork()
-    if not child:
-        with contextlib.suppress(BaseException):
-            waiting.result(0.0)
-        status = 1
-        with contextlib.suppress(BaseException):
-            try:
-                rank.store(chunks(1)).result(1.0)
-            except BadRequest:
-                rank.lane.close()
-                status = 0
-        os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert not waiting.query() and rank.store(chunks(1)).result(HANG_S) is True
 
 
 def test_threads_that_share_a_lane_get_their_own_bytes(rank: Rank) -> None:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import threading
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import zmq
 
 import kvdepot
-from kvdepot.adapters import LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.client import connection
 from kvdepot.client import socket as client
 from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
 from kvdepot.errors import ProtocolError, VersionMismatch
 from kvdepot.protocol import wire
-from tests.conftest import HANG_S, StartDepot, eventually, suspend
+from tests.conftest import HANG_S, StartDepot, eventually
 
 
 def test_who_waits_for_a_connection_says_hello_as_soon_as_there_is_one(
@@ -80,35 +77,6 @@ def test_a_thread_that_waits_is_woken_by_a_descriptor_of_its_own_and_by_answers(
         assert not waiting.is_alive() and future.query()
         asking.close()
     os.close(wake)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("is_store", [True, False], ids=["store", "retrieve"])
-def test_a_copy_sent_to_a_stopped_server_does_not_end_before_the_server_answers(
-    is_store: bool, start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    depot = start_depot()
-    monkeypatch.setattr(connection, "_STALE_S", 0.2)
-    monkeypatch.setattr(connection, "_HELLO_S", 0.2)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    worker = LMCacheMPWorkerAdapter(depot.url, context, "stopped", 1, 0, 64)
-    worker.register_kv_caches({"layer": torch.zeros(16, 64, 1, 8)})
-    suspend(depot.process.pid)
-    op = LoadStoreOp([1, 2, 3, 4], token_ids=list(range(256)), start=0, end=256)
-    if is_store:
-        worker.submit_store_request("r", op, None)
-    else:
-        worker.submit_retrieve_request("r", op, None)
-    futures = worker.store_futures if is_store else worker.retrieve_futures
-    (transfer,) = futures["r"]
-    # Long enough for several suspicions and hellos that nobody answers.
-    assert not worker.mq_client.wait(transfer.done, 1.0), "nobody would complete what the server is about to place"
-    os.kill(depot.process.pid, signal.SIGCONT)
-    eventually(transfer.done)
-    stored, loaded = worker.get_finished({"r"})
-    assert (stored if is_store else loaded) == {"r"}
-    worker.shutdown()
-    context.term()
 
 
 def test_lookups_that_wait_longer_than_answers_usually_take_find_what_memory_has(

@@ -65,8 +65,8 @@ class Connection:
         watch: Callable[[str, bytes], LifeWatch],
         clock: Callable[[], float],
     ) -> None:
-        """introduction: what our hello says about us. send: sends a frame; False where there is no connection. watch:
-        watches the server of an arena and incarnation, or raises a KVDepotError."""
+        """introduction: what our hello says about us. send: sends a frame; False without a connection. watch: watches
+        the server of an arena and incarnation, or raises a KVDepotError."""
         self.phase = Phase.APART
         self._closed: KVDepotError = Unavailable("this client is closed")
         self.incarnation = b""  # of the server that last welcomed us
@@ -313,8 +313,10 @@ class Connection:
             self._until = self._clock() + _GONE_CHECK_S
         if self._own is not None and self._own[0] == number:
             is_trusted = opened is not None or not self._handshake.is_sealed
-            if is_trusted or isinstance(self._own[1], wire.Hello) or isinstance(value, KVDepotError):
-                self._take_own(self._own[1], value, incarnation)
+            is_hello = isinstance(self._own[1], wire.Hello)
+            if is_trusted or is_hello or isinstance(value, KVDepotError):
+                self._own = None
+                (self._take_proof if is_hello else self._take_welcome)(value, incarnation)
             return  # else without the seal that it should have; the sender of an error may not have the key yet
         pending = self.requests.pending.get(number)
         if pending is None:
@@ -333,14 +335,6 @@ class Connection:
         if isinstance(pending.request, wire.Register):
             self.requests.settle(pending.request, value)
         self.requests.end(number, value)
-
-    def _take_own(self, request: wire.Request, value: object, incarnation: bytes) -> None:
-        """Handle the answer to our hello or proof."""
-        self._own = None
-        if isinstance(request, wire.Hello):
-            self._take_proof(value, incarnation)
-        else:
-            self._take_welcome(value, incarnation)
 
     def _repeat(self, number: int, pending: PendingRequest, value: KVDepotError) -> bool:
         """The server does not know us: say hello, then send this again. Whether it will be sent again."""
@@ -378,9 +372,8 @@ class Connection:
     def _end_handshake(self) -> None:
         """The answer to our hello or proof is overdue."""
         assert self._own is not None
-        error = DeadlineExceeded(f"no answer to {type(self._own[1]).__name__} in time")
         if self.has_met:
-            self._refused(error)
+            self._refused(DeadlineExceeded(f"no answer to {type(self._own[1]).__name__} in time"))
         else:
             self._leave()  # the server is slow to answer: say hello again while callers wait
 

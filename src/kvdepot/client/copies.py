@@ -44,9 +44,9 @@ class Arenas:
 def carry(view: ArenaView, placement: wire.Placement, size: int, copy: Callable[[ArenaView], None]) -> wire.Complete:
     """Copy the chunks of a placement, and sum what is to be summed. Returns the message that completes the operation.
 
-    size: bytes of a chunk. copy: moves the bytes of all places, and has stopped when it returns or raises. Raises
-    Unavailable if the server has been replaced, ProtocolError for places that are none, and what `copy` raises; the
-    operation is then completed with `give_back`.
+    size: bytes of a chunk. copy: moves the bytes of all places, and has stopped when it returns or raises. Raises what
+    `copy` raises, Unavailable if the server has been replaced, ProtocolError for places outside the arena; then
+    complete the operation with `give_back`.
     """
     check_places(view, placement, size)
     with view.use(extent for place in placement.places for extent in place.extents):

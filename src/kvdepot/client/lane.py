@@ -75,7 +75,7 @@ class LaneFuture(MessagingFuture[T]):
         self._lane = lane
 
     def result(self, timeout: float | None = None) -> T:
-        """The value; blocks for `timeout` seconds at most (None: 60 s). Errors: see MessagingFuture."""
+        """See MessagingFuture."""
         if not self._done:
             self._lane.wait(self.query, 60.0 if timeout is None else timeout)
         return super().result(timeout)
@@ -102,14 +102,14 @@ class Lane:
         self._ready: dict[bool, deque[LaneOperation]] = {True: deque(), False: deque()}  # loads, and all others
         self._placed: dict[bool, deque[LaneOperation]] = {True: deque(), False: deque()}
         self._at_server: Counter[bool] = Counter()
-        self._copying: LaneOperation | None = None  # of which a slice is being copied
-        self._refused: list[LaneOperation] = []  # whose completion the server was too busy for
+        self._copying: LaneOperation | None = None  # a slice of it is being copied
+        self._refused: list[LaneOperation] = []  # the server was too busy for their completion
         self._closed: KVDepotError | None = None
         self._thread: threading.Thread | None = None
         self._answers: deque[tuple[LaneOperation, object]] = deque()
         self._wake_fd = -1
-        self._ended = threading.Event()  # the thread has: two threads must not join one in CPython 3.11
-        self._unmapped: tuple[tuple[str, bytes], float] = ("", b""), 0.0  # that could not be mapped; until it is tried
+        self._ended = threading.Event()  # set by the thread: two threads must not join one in CPython 3.11
+        self._unmapped: tuple[tuple[str, bytes], float] = ("", b""), 0.0  # an arena, and when it is tried again
         self._followed: dict[int, tuple[str, bytes]] = {}  # by instance: the arena that its blocks follow
         self._added: list[BlockMemory] = []  # the thread does not know them yet
         self._next_check = 0.0
@@ -207,7 +207,7 @@ class Lane:
         if self.wait(lambda: all(future.query() for future in futures), timeout_s):
             return 0
         with self._changed:
-            voided = [self._live[each] for each in set(futures) if each in self._live and not each.query()]
+            voided = [self._live[each] for each in dict.fromkeys(futures) if each in self._live and not each.query()]
             for operation in voided:
                 self._void(operation, KVDepotError("its blocks were given up before they were copied"))
             self._prune()
@@ -317,7 +317,7 @@ class Lane:
         self._end(operation, value)
 
     def _end(self, operation: LaneOperation, value: object) -> None:
-        """It is over. value: of its future, unless that has ended before."""
+        """End an operation. value: for its future, unless the future has ended before."""
         if operation.phase in AT_SERVER:
             self._at_server[operation.is_load] -= 1
         operation.phase = CopyPhase.ENDED
@@ -330,7 +330,7 @@ class Lane:
         self._changed.notify_all()
 
     def _void(self, operation: LaneOperation, error: KVDepotError) -> None:
-        """Copy nothing of it any more. Its future ends at once, or with the slice that is being copied."""
+        """Copy no more of an operation. Its future ends at once, or with the slice that is being copied."""
         operation.is_void = True
         if operation is self._copying:
             return
@@ -360,8 +360,8 @@ class Lane:
     # -- the thread
 
     def turn(self) -> float:
-        """Do what there is to do, and copy one slice at most. Returns the seconds after which there is more to do even
-        if nothing arrives and nothing is submitted: 0 if there is more now. Blocks while it copies."""
+        """Do what there is to do, and copy one slice at most. Returns the longest pause before the next turn, in
+        seconds; 0: none. Blocks while it copies."""
         self._client.pump()
         if self._client.is_closed:
             with self._changed:
@@ -488,7 +488,7 @@ class Lane:
         assert placement is not None
         begun, before = self._clock(), operation.copied
         try:
-            operation.copy_slice(self.arenas.of(placement.arena, placement.boot))
+            self._copy(operation)
             if operation.is_load:
                 self.load_speed.add((operation.copied - before) * operation.chunk_bytes, self._clock() - begun)
         except KVDepotError as exc:
@@ -506,6 +506,10 @@ class Lane:
                 number, sums, differences = placement.operation, operation.sums, operation.differences
                 self._complete(operation, wire.Complete(number, placement.boot, True, sums, differences))
             self._changed.notify_all()
+
+    def _copy(self, operation: LaneOperation) -> None:
+        assert operation.placement is not None
+        operation.copy_slice(self.arenas.of(operation.placement.arena, operation.placement.boot))
 
     def _start(self) -> None:
         try:
@@ -560,7 +564,7 @@ class Lane:
             self._changed.notify_all()
 
     def _release(self) -> None:
-        """Nothing is copied any more, and never will be."""
+        """Let go of blocks, arenas and the descriptor, as nothing will be copied any more."""
         with self._changed:
             self._memories.clear()
             fd, self._wake_fd = self._wake_fd, -1

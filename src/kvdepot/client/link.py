@@ -35,7 +35,7 @@ _COPY_THREADS = min(4, len(os.sched_getaffinity(0)))
 
 
 class _Awaited:
-    """The answer to a store or retrieve. What is placed for a call that has given up is given back once it is known."""
+    """The answer to a store or retrieve. A placement that comes after its call has given up is given back."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

@@ -1,13 +1,19 @@
 """One store, retrieve or comparison of a lane (client/lane.py): its blocks, its places, and how far it is.
 
-    WAITING      its event has not happened           nothing is asked of the server
-    READY        too many others are at the server    as above
+    WAITING      its event has not happened: the server is asked nothing
+    READY        too many others are at the server: the server is asked nothing yet
     ASKED        the server is placing its chunks
-    PLACED       it is copied, slice by slice         the server keeps its places until it is completed
+    PLACED       it is copied, slice by slice; the server keeps its places until it is completed
     COMPLETING   the server is told that no byte is copied any more
     ENDED
 
-Its lane changes it, under the lane's lock; while a slice of it is copied, only the thread that copies does.
+The phases exist because two sides hold memory for a copy: the engine its blocks, the server its places. An operation
+may be given up in any phase, but from ASKED on the server still has to hear its end. So being given up is no phase: the
+operation is void, copies nothing more, and goes through COMPLETING like any other. Its future ends before that, as the
+engine only has to know that its blocks are free.
+
+The lane changes an operation under its lock. While a slice is copied, only the copying thread changes the operation.
+The doubt that stays is a device that hangs in a slice: its blocks never come free, and whoever gives them up waits.
 """
 
 from __future__ import annotations

@@ -146,8 +146,7 @@ class Requests:
             self.end(number, DeadlineExceeded(f"no answer to {type(item.request).__name__} in time"))
 
     def fail_all(self, error: KVDepotError) -> None:
-        for number in list(self.pending):
-            self.end(number, error)
+        self.lose(error, lambda item: False)
 
     def lose(self, error: KVDepotError, waits: Callable[[PendingRequest], bool]) -> None:
         """No server can be asked: park the requests that can wait for one, and fail the others."""

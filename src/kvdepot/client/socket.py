@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast, overload
+from typing import Any, Generic, TypeVar, cast
 
 import zmq
 
@@ -44,8 +44,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MADE = zmq.EVENT_HANDSHAKE_SUCCEEDED
-_NOW = int(zmq.NOBLOCK)
-"""A plain integer: an enum costs each call a microsecond."""
+_NOW = int(zmq.NOBLOCK)  # an enum costs each call a microsecond
 _QUIET_S = 0.5
 """A thread that is woken by a descriptor of its own looks this often while nothing is under way."""
 CONNECT_S = 5.0
@@ -122,16 +121,14 @@ class MessagingFuture(Generic[T]):
         return self._done
 
     def result(self, timeout: float | None = None) -> T:
-        """The value; blocks for `timeout` seconds at most (None: until it is done, at most 60 s).
-
-        Raises the server's error; Unavailable when the server is gone; DeadlineExceeded after `timeout` (the request
-        is then still under way).
-        """
+        """The value; blocks for `timeout` seconds at most (None: 60 s). Raises the server's error; Unavailable when the
+        server is gone; DeadlineExceeded after `timeout`, with the request still under way."""
+        timeout = 60.0 if timeout is None else timeout
         client = self._client  # read once: a thread that finishes this future clears it
         if not self._done and client is not None:
-            client.wait(self.is_done, 60.0 if timeout is None else timeout)
+            client.wait(self.is_done, timeout)
         if not self._done:
-            raise DeadlineExceeded(f"no answer within {60.0 if timeout is None else timeout:g} s")
+            raise DeadlineExceeded(f"no answer within {timeout:g} s")
         if self._error is not None:
             raise self._error
         return cast(T, self._value)
@@ -272,7 +269,7 @@ class Client:
 
     @property
     def welcome(self) -> wire.Welcome:
-        """What the server that last welcomed this client has said of itself."""
+        """The last welcome of a server, with its settings."""
         return self._connection.welcome
 
     def is_returning(self) -> bool:
@@ -299,21 +296,14 @@ class Client:
             f"hanging, has reached its limit of open files, or {key}; its log says more"
         )
 
-    @overload
-    def ask(self, request: wire.Request, *, deadline_s: float | None = DEADLINE_S) -> MessagingFuture[Any]: ...
-
-    @overload
     def ask(
-        self, request: wire.Request, convert: Callable[[object], T], deadline_s: float | None = DEADLINE_S
-    ) -> MessagingFuture[T]: ...
-
-    def ask(
-        self, request: wire.Request, convert: Callable[[object], T] | None = None, deadline_s: float | None = DEADLINE_S
-    ) -> MessagingFuture[T]:
+        self, request: wire.Request, convert: Callable[[object], object] | None = None,
+        deadline_s: float | None = DEADLINE_S,
+    ) -> MessagingFuture[Any]:  # fmt: skip
         """Send a message; never blocks. deadline_s None: wait until it is answered or the server is gone. convert:
         makes the future's value from the answer; what it raises (KVDepotError, ValueError and the like) the future
         raises."""
-        future = MessagingFuture(self, convert)
+        future: MessagingFuture[Any] = MessagingFuture(self, convert)
         self.ask_then(request, future._finish, deadline_s)
         return future
 
@@ -345,8 +335,8 @@ class Client:
     def wait(self, done: Callable[[], bool], timeout_s: float, also: int | None = None) -> bool:
         """Pump until `done()`; blocks for `timeout_s` at most. Returns whether it is done.
 
-        also: another descriptor, such as an eventfd, that wakes this thread while it is readable, so that `done` is
-        asked again; `done` or the caller clears it. A thread that alone uses this client is woken at once by an answer.
+        also: another descriptor, such as an eventfd, that wakes this thread while it is readable; `done` or the caller
+        clears the descriptor. A thread that alone uses this client is woken at once by an answer.
         """
         deadline = time.monotonic() + timeout_s
         poller = select.poll()
@@ -385,11 +375,8 @@ class Client:
         made = self._read_events()
         if made:
             self._receive()
-            for is_made in made:
-                if is_made:
-                    self._connection.connected()
-                else:
-                    self._connection.disconnected()
+        for is_made in made:
+            self._connection.connected() if is_made else self._connection.disconnected()
 
     def _read_events(self) -> list[bool]:
         """Events since the last call: True for a connection made, False for one that broke."""

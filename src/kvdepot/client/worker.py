@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-import msgspec
-
+from kvdepot.client.calls import convert
 from kvdepot.client.device_events import happened
 from kvdepot.client.lane import Lane, LaneFuture
 from kvdepot.client.operations import BlockIds
@@ -39,6 +38,7 @@ T = TypeVar("T")
 _Asking: TypeAlias = tuple[wire.Copying, Callable[[object], T]]
 """A message, and what converts its answer."""
 
+_whole = partial(check_type, expected=bool)
 _SHUTDOWN_S = 5.0
 
 
@@ -54,7 +54,6 @@ class Submitted(Generic[T]):
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of all its transfers."""
         return sum(transfer.chunks for transfer in self.transfers)
 
     def done(self) -> bool:
@@ -80,23 +79,19 @@ class CompareTerms(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """Requests whose stores or retrieves have ended since the last poll."""
+    """Requests since the last poll. stored: those that the engine has ended and that have no store under way any more.
+    retrieved: those whose retrieves have completed, successfully or not."""
 
     stored: set[str]
-    """Requests that the engine has ended and that have no store under way any more."""
     retrieved: set[str]
-    """Requests whose retrieves have completed, successfully or not."""
 
 
 class WorkerClient:
     """Stores blocks of one rank's tensors, and retrieves chunks into them. Used by one thread."""
 
     def __init__(self, client: Client, spec: ShardSpec, *, unpins: bool = True, origin: Origin | None = None) -> None:
-        """client: closed with this one.
-
-        unpins: whether a retrieve releases the pins of its chunks; False where the scheduler's side ends sessions.
-        origin: what the server is told of the engine.
-        """
+        """client: closed with this one. unpins: whether a retrieve releases the pins of its chunks; False where the
+        scheduler's side ends sessions. origin: what the server is told of the engine."""
         self.client = client
         self.spec = spec
         self.instance_id = secrets.randbits(62)  # a process id would collide between containers
@@ -195,7 +190,8 @@ class WorkerClient:
         requests = list(dict.fromkeys(transfer.request_id for transfer in transfers))
 
         def make(instance: int, shards: list[wire.Shards], chunks: int) -> _Asking[wire.Comparison]:
-            return wire.Compare(instance, shards, *terms), _comparison
+            request = wire.Compare(instance, shards, *terms)
+            return request, partial(convert, request, wire.Comparison)
 
         return self._submit(self.comparisons, make, requests, transfers, event)
 
@@ -222,23 +218,22 @@ class WorkerClient:
         transfers: Sequence[Transfer],
         event: DeviceEvent | None,
     ) -> Submitted[T]:
-        """make: the message to an instance for these shards, of this many chunks, and what converts its answer."""
+        """make: makes the message to an instance for shards of this many chunks, and what converts its answer."""
         event = None if happened(event) else event
         submitted: Submitted[T] = Submitted(list(request_ids), sorted(transfers, key=attrgetter("group")))
         self.repeated.difference_update(request_ids)
         for request_id in request_ids:
             under_way.setdefault(request_id, []).append(submitted)
-        by_group = itertools.groupby(submitted.transfers, attrgetter("group"))
-        parts_of = {group: list(parts) for group, parts in by_group}
+        parts_of = {group: list(parts) for group, parts in itertools.groupby(submitted.transfers, attrgetter("group"))}
         try:
             shards = {group: self.spec.shards(parts) for group, parts in parts_of.items()}
         except KVDepotError as exc:
             submitted.error = exc
             return submitted
         for group, parts in parts_of.items():
-            request, convert = make(self.instance_id + group, shards[group], sum(part.chunks for part in parts))
+            request, read = make(self.instance_id + group, shards[group], sum(part.chunks for part in parts))
             block_ids = [BlockIds.unpack(part.block_ids, part.skip_blocks) for part in parts]
-            submitted.futures.append(self.lane.submit(request, block_ids, event, convert))
+            submitted.futures.append(self.lane.submit(request, block_ids, event, read))
         return submitted
 
     # -- outcomes
@@ -313,7 +308,7 @@ class WorkerClient:
         return self.layouts[transfer.group].block_bytes if self.layouts else 0
 
     def _report(self, kind: str, submitted: Submitted[T], done: int, size_bytes: int) -> None:
-        """Report an operation. done: chunks that were copied."""
+        """done: chunks that were copied."""
         if self.watch is None or not submitted.transfers:
             return
         outcome, took_s = submitted.outcome(), time.monotonic() - submitted.began_s
@@ -322,8 +317,7 @@ class WorkerClient:
 
     def take_failed_requests(self) -> set[str]:
         """Ids of requests with a retrieve that failed, in part or as a whole, since the last call; the engine must
-        recompute what they were to load. Each failure is returned once: here, or by `take_failed_blocks`.
-        """
+        recompute what they were to load. Each failure is returned once: here, or by `take_failed_blocks`."""
         failed, self._failed_requests = self._failed_requests, set()
         self._failed_blocks.clear()
         return failed
@@ -337,17 +331,16 @@ class WorkerClient:
     def give_up_stores(self, request_ids: set[str], timeout_s: float) -> None:
         """Make sure that no store under way reads blocks of these requests: the engine is about to reuse them.
 
-        Waits up to `timeout_s` for their stores. Those that are still under way then are voided: what was not copied
-        never is (see `Lane.give_up`).
+        Waits up to `timeout_s` for their stores, then voids the others (see `Lane.give_up`).
         """
-        stores: list[Submitted[bool] | Submitted[wire.Comparison]] = [
-            each
+        futures: list[LaneFuture[Any]] = [
+            future
             for request_id in request_ids
             for each in (*self.stores.get(request_id, ()), *self.comparisons.get(request_id, ()))
+            for future in each.futures
         ]
-        if stores:
-            voided = self.lane.give_up([future for each in stores for future in each.futures], timeout_s)
-            self.counters["stores_given_up"] += voided
+        if futures:
+            self.counters["stores_given_up"] += self.lane.give_up(futures, timeout_s)
 
     def wait_any(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for any retrieve to end; for an engine with nothing else to do."""
@@ -379,19 +372,8 @@ def _settle(under_way: dict[str, list[Submitted[T]]], end: Callable[[Submitted[T
     return ended
 
 
-def _whole(value: object) -> bool:
-    return check_type(value, bool)
-
-
-def _comparison(value: object) -> wire.Comparison:
-    try:
-        return msgspec.convert(value, wire.Comparison)
-    except msgspec.ValidationError as exc:
-        raise ProtocolError(f"the server answered {value!r:.80} to a comparison") from exc
-
-
 def _per_chunk(chunks: int, value: object) -> list[bool]:
-    """The answer to a retrieve of this many chunks. Raises ProtocolError for a malformed one."""
+    """The answer to a retrieve. Raises ProtocolError for one that is not about this many chunks."""
     filled: list[object] = check_type(value, list)
     if len(filled) != chunks:
         raise ProtocolError(f"the server answered for {len(filled)} chunks, not for {chunks}")

@@ -12,14 +12,18 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from kvdepot.client.contract import IPCCacheEngineKey, MessageQueueClient, RequestType, Translated
+from kvdepot.client.contract import Convert, IPCCacheEngineKey, MessageQueueClient, RequestType
 from kvdepot.client.socket import CONNECT_S, MessagingFuture
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
+
+if TYPE_CHECKING:
+    from kvdepot.client.operations import BlockIds
+    from kvdepot.devices.blocks import DeviceEvent
 
 log = logging.getLogger(__name__)
 
@@ -97,13 +101,14 @@ class GuardedClient(MessageQueueClient):
                 return GuardedFuture(request_type, future, lambda answer: answer is True)
         return GuardedFuture(request_type, future, lambda answer: None)
 
-    def submit_call(self, call: Translated, expected: type[object]) -> MessagingFuture[Any]:
+    def copy_blocks(
+        self, request: wire.Copying, block_ids: list[BlockIds], event: DeviceEvent | None, convert: Convert
+    ) -> MessagingFuture[Any]:
         """Remember stores, so that they can be voided, and leave out the blocks that a retrieve must not write."""
-        if isinstance(call.request, wire.Retrieve) and self.skip_blocks:
-            parts = zip(call.block_ids, self.skip_blocks, strict=True)
-            call.block_ids = [ids._replace(skip=skip) for ids, skip in parts]
-        future = super().submit_call(call, expected)
-        if isinstance(call.request, wire.Store):
+        if isinstance(request, wire.Retrieve) and self.skip_blocks:
+            block_ids = [ids._replace(skip=skip) for ids, skip in zip(block_ids, self.skip_blocks, strict=True)]
+        future = super().copy_blocks(request, block_ids, event, convert)
+        if isinstance(request, wire.Store):
             self._stores.append(future)
         return future
 
