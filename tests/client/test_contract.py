@@ -143,39 +143,6 @@ def test_wrap_kv_caches_gives_one_handle_a_layer_in_dict_order_and_views_stay_va
     assert caches["layer.1"][3].eq(7).all()
 
 
-NO_PLAIN_TENSORS: dict[str, Callable[[], Any]] = {
-    "sparse": lambda: torch.ones(16, BLOCK).to_sparse(),
-    "compressed": lambda: torch.ones(16, BLOCK).to_sparse_csr(),
-    "nested": lambda: torch.nested.nested_tensor([torch.zeros(3, 4), torch.zeros(2, 4)]),
-    "jagged": lambda: torch.nested.nested_tensor([torch.zeros(3, 4), torch.zeros(2, 4)], layout=torch.jagged),
-    "quantized": lambda: torch.quantize_per_tensor(torch.zeros(16, BLOCK, 4), 0.1, 0, torch.quint8),
-    "meta": lambda: torch.zeros(16, BLOCK, 4, device="meta"),
-    "conjugate": lambda: torch.zeros(16, BLOCK, 4, dtype=torch.complex64).conj(),
-    "negative": lambda: torch.zeros(16, BLOCK, 4, dtype=torch.complex64).conj().imag,
-    "without blocks": lambda: torch.zeros(0, BLOCK, 4),
-    "with blocks without bytes": lambda: torch.zeros(16, BLOCK, 0),
-    "repeated in memory": lambda: torch.zeros(16, 1, 4).expand(16, BLOCK, 4),
-    "K and V as a tuple": lambda: (torch.zeros(16, BLOCK, 4), torch.zeros(16, BLOCK, 4)),
-    "NumPy's": lambda: np.zeros((16, BLOCK, 4)),
-    "nothing": lambda: None,
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*(beta|prototype|deprecated)")
-@pytest.mark.parametrize(
-    "kind",
-    # The first jagged tensor of a process makes torch import its compiler, for seconds.
-    [pytest.param(kind, marks=pytest.mark.faults if kind == "jagged" else ()) for kind in NO_PLAIN_TENSORS],
-)
-def test_what_is_no_plain_tensor_is_refused_by_its_layers_name(depot: Depot, kind: str) -> None:
-    tensor = NO_PLAIN_TENSORS[kind]()
-    worker = LMCacheMPWorkerAdapter(depot.url, depot.context, unique("model"), 1, 0, BLOCK)
-    with pytest.raises(errors.LayoutError, match="the layer"):
-        worker.register_kv_caches({"the layer": tensor})
-    worker.register_kv_caches(make_caches())
-    worker.shutdown()
-
-
 @pytest.mark.parametrize(
     "caches", [None, [torch.zeros(16, BLOCK, 4)], {1: torch.zeros(16, BLOCK, 4)}, {"\udc80": None}]
 )
@@ -598,6 +565,8 @@ def test_tensors_that_cannot_be_described_are_refused_with_their_shapes(depot: D
     worker = LMCacheMPWorkerAdapter(depot.url, depot.context, unique("model"), 1, 0, BLOCK)
     with pytest.raises(errors.LayoutError, match=r"\[5\]"):
         worker.register_kv_caches({"layer": torch.zeros(5)})
+    with pytest.raises(errors.LayoutError, match="the layer"):
+        worker.register_kv_caches({"the layer": (torch.zeros(16, BLOCK, 4),)})  # type: ignore[dict-item]
     with pytest.raises(errors.LayoutError):
         worker.register_kv_caches({})
     with pytest.raises(errors.LayoutError, match=r"axis 0 of layer \[1, 4, 512, 32\], .* is 1, and no chunk of 4"):

@@ -21,11 +21,24 @@ from kvdepot.protocol import wire
 from tests.conftest import HANG_S, StartDepot, eventually
 
 
-def test_who_waits_for_a_connection_says_hello_as_soon_as_there_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients do not look at what is overdue: what they notice at once has woken them."""
     for module in (connection, client):
         monkeypatch.setattr(module, "CHECK_S", 60.0)
+
+
+def refuse(server: zmq.Socket[bytes]) -> None:
+    """Wait for a hello, and refuse it."""
+    assert server.poll(10_000), "no hello before the next look at what is overdue"
+    identity, hello = server.recv_multipart()
+    number, request = wire.decode_request(hello)
+    assert isinstance(request, wire.Hello)
+    server.send_multipart((identity, wire.encode_failure(number, b"bootboot", VersionMismatch("another"))))
+
+
+@pytest.mark.usefixtures("quiet")
+def test_who_waits_for_a_connection_says_hello_as_soon_as_there_is_one(tmp_path: Path) -> None:
     url = f"ipc://{tmp_path}/s"
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
         asking = client.Client(url, context)
@@ -33,11 +46,7 @@ def test_who_waits_for_a_connection_says_hello_as_soon_as_there_is_one(
         waiting = threading.Thread(target=asking.wait, args=(future.query, 30.0))
         waiting.start()
         server.bind(url)
-        assert server.poll(10_000), "no hello before the next look at what is overdue"
-        identity, hello = server.recv_multipart()
-        number, request = wire.decode_request(hello)
-        assert isinstance(request, wire.Hello)
-        server.send_multipart((identity, wire.encode_failure(number, b"bootboot", VersionMismatch("another"))))
+        refuse(server)
         waiting.join(HANG_S)
         assert not waiting.is_alive()
         with pytest.raises(VersionMismatch, match="another"):
@@ -45,12 +54,9 @@ def test_who_waits_for_a_connection_says_hello_as_soon_as_there_is_one(
         asking.close()
 
 
-def test_a_thread_that_waits_is_woken_by_a_descriptor_of_its_own_and_by_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (connection, client):
-        monkeypatch.setattr(module, "CHECK_S", 60.0)
-    url, wake = f"ipc://{tmp_path}/s", os.eventfd(0)
+@pytest.mark.usefixtures("quiet")
+def test_a_thread_that_waits_is_woken_by_a_descriptor_of_its_own_and_by_answers(tmp_path: Path) -> None:
+    url, wake = f"ipc://{tmp_path}/s", os.eventfd(0, os.EFD_NONBLOCK)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
         server.bind(url)
         asking = client.Client(url, context)
@@ -61,7 +67,6 @@ def test_a_thread_that_waits_is_woken_by_a_descriptor_of_its_own_and_by_answers(
                 looks.append(os.eventfd_read(wake))
             return len(looks) == 2
 
-        os.set_blocking(wake, False)
         future = asking.ask(wire.ChunkSize())
         waiting = threading.Thread(target=lambda: asking.wait(is_woken, HANG_S, wake) and asking.wait(future.query, 30))
         waiting.start()
@@ -69,10 +74,7 @@ def test_a_thread_that_waits_is_woken_by_a_descriptor_of_its_own_and_by_answers(
             os.eventfd_write(wake, number)
             eventually(lambda number=number: len(looks) == number)
         assert looks == [1, 2]
-        assert server.poll(10_000)
-        identity, hello = server.recv_multipart()
-        refusal = wire.encode_failure(wire.number_of(hello), b"bootboot", VersionMismatch("another"))
-        server.send_multipart((identity, refusal))
+        refuse(server)
         waiting.join(HANG_S)
         assert not waiting.is_alive() and future.query()
         asking.close()

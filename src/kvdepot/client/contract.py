@@ -79,21 +79,20 @@ class RequestType(enum.Enum):
     """`[]` -> None"""
 
 
-_RESPONSES: dict[RequestType, type[object]] = {
-    RequestType.LOOKUP: int,
-    RequestType.STORE: bool,
-    RequestType.RETRIEVE: list,
-    RequestType.GET_CHUNK_SIZE: int,
-    RequestType.NOOP: str,
-}
-"""Types of the answers that are not None."""
-
-
 def get_response_class(request_type: RequestType) -> type[object]:
     """The type of a request's answer. Raises BadRequest for anything but a request type."""
-    if not isinstance(request_type, RequestType):
-        raise BadRequest(f"{request_type!r} is not a request type")
-    return _RESPONSES.get(request_type, type(None))
+    match request_type:
+        case RequestType.LOOKUP | RequestType.GET_CHUNK_SIZE:
+            return int
+        case RequestType.STORE:
+            return bool
+        case RequestType.RETRIEVE:
+            return list
+        case RequestType.NOOP:
+            return str
+        case RequestType():
+            return type(None)
+    raise BadRequest(f"{request_type!r} is not a request type")
 
 
 @dataclass(frozen=True)
@@ -101,8 +100,7 @@ class IPCCacheEngineKey:
     """Names chunks: those of tokens `[start, end)` of a prompt, or one chunk by the engine's own hash.
 
     token_ids: from the prompt's start. worker_id: the KV rank; None on lookups. request_id: for sessions; it takes no
-    part in equality.
-    Raises BadRequest unless exactly one of token_ids and chunk_hash is given.
+    part in equality. Raises BadRequest unless exactly one of token_ids and chunk_hash is given.
     """
 
     model_name: str

@@ -64,23 +64,6 @@ _CLOSE_S = 5.0
 _COMPLAIN_S = 30.0
 
 
-class LaneFuture(MessagingFuture[T]):
-    """The outcome of one operation: the server's last answer, or why there is none. `query` never blocks, and waits for
-    no lock."""
-
-    __slots__ = ("_lane",)
-
-    def __init__(self, lane: Lane, convert: Callable[[object], T] | None = None) -> None:
-        super().__init__(None, convert)
-        self._lane = lane
-
-    def result(self, timeout: float | None = None) -> T:
-        """See MessagingFuture."""
-        if not self._done:
-            self._lane.wait(self.query, 60.0 if timeout is None else timeout)
-        return super().result(timeout)
-
-
 class Lane:
     """Copies one worker's blocks. Any thread may call it. Its own thread starts with the first `add`."""
 
@@ -157,7 +140,7 @@ class Lane:
         block_ids: Sequence[BlockIds],
         event: DeviceEvent | None = None,
         convert: Callable[[object], T] | None = None,
-    ) -> LaneFuture[T]:
+    ) -> MessagingFuture[T]:
         """Copy the chunks that a request names once `event` has happened. Never blocks.
 
         block_ids: of each of `request.shards`. convert: makes the future's value from the server's last answer: that of
@@ -165,7 +148,7 @@ class Lane:
         UnknownInstance without an `add`, BadRequest for blocks that do not fit, Busy if too many operations wait,
         DeadlineExceeded if the event does not happen or the server does not answer, Unavailable, DeviceError.
         """
-        future: LaneFuture[T] = LaneFuture(self, convert)
+        future: MessagingFuture[T] = MessagingFuture(self, convert)
         with self._changed:
             try:
                 if self._closed is not None:
@@ -216,6 +199,9 @@ class Lane:
                     log.error("a copy of KV has not ended for %g s: does the device hang?", _COMPLAIN_S)
         self._wake()
         return len(voided)
+
+    def pump(self) -> None:
+        """Nothing: the thread hears the answers, and asking a future waits for no lock."""
 
     def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until `done()`, which is asked whenever an operation has ended; it must not use the lane. Blocks for

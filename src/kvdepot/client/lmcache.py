@@ -34,7 +34,6 @@ from kvdepot.devices.blocks import DeviceEvent
 from kvdepot.errors import BadRequest, KVDepotError, LayoutError
 from kvdepot.protocol.keys import HASH_BYTES, engine_hash
 from kvdepot.protocol.layout import build_layout, find_block_axes
-from kvdepot.protocol.wire import NOTHING_ASKED, Asked
 
 if TYPE_CHECKING:
     import torch
@@ -174,31 +173,19 @@ class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
         return _tokens(self.check_lookup(request_id))
 
     def wait_lookup_result(self, request_id: str, timeout_s: float) -> int | None:
-        """Like `check_lookup_result`, but waits up to `timeout_s` for a pending answer.
-
-        It repeats a lookup that no server answered, or that a server answered which has been replaced since; see
-        SchedulerClient.wait_lookup.
-        """
+        """Like `check_lookup_result`, but waits up to `timeout_s` for a pending answer, and repeats lookups; see
+        SchedulerClient.wait_lookup."""
         return _tokens(self.wait_lookup(request_id, timeout_s))
 
     def cleanup_lookup_result(self, request_id: str) -> None:
         """Forget a request's lookup on this side; unknown ids are fine."""
         self.forget_lookup(request_id)
 
-    def end_session(
-        self,
-        request_id: str,
-        saved_tokens: int = 0,
-        saved_s: float = 0.0,
-        asked: Asked = NOTHING_ASKED,
-        copied: tuple[int, int] = (0, 0),
-    ) -> None:
-        """Tell the server that the request is over, which releases the pins that it still holds. Never blocks.
-
-        Arguments: see SchedulerClient.end_session.
-        """
+    def end_session(self, request_id: str, *report: Any, **more: Any) -> None:
+        """Tell the server that the request is over, which releases the pins that it still holds. Never blocks. Other
+        arguments: see SchedulerClient.end_session."""
         self.mq_client.chains.drop(request_id)
-        super().end_session(request_id, saved_tokens, saved_s, asked, copied)
+        super().end_session(request_id, *report, **more)
 
     def shutdown(self) -> None:
         """Close the connection, which releases all pins of this engine. Safe twice."""
@@ -258,8 +245,8 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
 
         block_axes: each tensor's block axis; without it, the shapes must show it (`[num_blocks, ...]` or
         `[2, num_blocks, ...]`). Blocks 30 s at most. Raises LayoutError, with the shapes, for tensors that cannot be
-        described, or that have fewer blocks than a chunk, so that nothing could be stored. If their device fails in a
-        test of the copies, this logs a warning, and the engine runs without a cache.
+        described or have fewer blocks than a chunk. If their device fails in a test of the copies, this logs a warning,
+        and the engine runs without a cache.
         """
         views = [handle.view for handle in wrap_kv_caches(kv_caches)]
         axes = find_block_axes(views, self.spec.block_tokens) if block_axes is None else list(block_axes)
@@ -327,10 +314,8 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
         """Polled every engine step; never blocks.
 
         First set: ids that the engine has reported finished (now or earlier) and that have no store under way; each at
-        most once. Second set: requests whose retrieve has completed, successfully or not. None for an empty set.
-
-        An id may be reused: only reports in the calls that directly follow the id's return count as repeated. Once a
-        call does not report the id, or a store or retrieve is submitted under it, it names a new request.
+        most once. Second set: requests whose retrieve has completed, successfully or not. None for an empty set. An id
+        may be reused: see WorkerClient.poll.
         """
         stored, retrieved = self.poll(finished_req_ids_from_engine)
         for request_id in stored:

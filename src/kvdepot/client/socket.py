@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import zmq
 
@@ -91,12 +91,20 @@ def check_type(value: object, expected: type[T]) -> T:
     return value
 
 
+class Hearing(Protocol):
+    """What ends a future: a Client, or a Lane (client/lane.py)."""
+
+    def pump(self) -> None: ...
+
+    def wait(self, done: Callable[[], bool], timeout_s: float) -> bool: ...
+
+
 class MessagingFuture(Generic[T]):
     """The answer to one request, once it is there."""
 
     __slots__ = ("_client", "_convert", "_done", "_error", "_value")
 
-    def __init__(self, client: Client | None, convert: Callable[[object], T] | None = None) -> None:
+    def __init__(self, client: Hearing | None, convert: Callable[[object], T] | None = None) -> None:
         self._client = client
         self._convert = convert
         self._done = False

@@ -20,9 +20,9 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from kvdepot.client.calls import convert
 from kvdepot.client.device_events import happened
-from kvdepot.client.lane import Lane, LaneFuture
+from kvdepot.client.lane import Lane
 from kvdepot.client.operations import BlockIds
-from kvdepot.client.socket import Client, check_type
+from kvdepot.client.socket import Client, MessagingFuture, check_type
 from kvdepot.client.transfer import Operation, Origin, ShardSpec, Transfer
 from kvdepot.devices.blocks import BlockMemory, DeviceEvent
 from kvdepot.errors import KVDepotError, ProtocolError
@@ -48,7 +48,7 @@ class Submitted(Generic[T]):
 
     request_ids: list[str]
     transfers: list[Transfer]  # by KV cache group
-    futures: list[LaneFuture[T]] = field(default_factory=list)  # one per KV cache group
+    futures: list[MessagingFuture[T]] = field(default_factory=list)  # one per KV cache group
     error: KVDepotError | None = None  # why it was not submitted
     began_s: float = field(default_factory=time.monotonic)
 
@@ -333,7 +333,7 @@ class WorkerClient:
 
         Waits up to `timeout_s` for their stores, then voids the others (see `Lane.give_up`).
         """
-        futures: list[LaneFuture[Any]] = [
+        futures: list[MessagingFuture[Any]] = [
             future
             for request_id in request_ids
             for each in (*self.stores.get(request_id, ()), *self.comparisons.get(request_id, ()))

@@ -58,7 +58,15 @@ MAX_ERROR = 1000
 """Characters of an error's message that are sent; the rest is cut off."""
 
 
-class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True, gc=False):
+class _Shown(msgspec.Struct, frozen=True):
+    def __repr__(self) -> str:
+        """Bytes are shown by their number: nonces and proofs are not for logs."""
+        values = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        shown = (f"{name}={f'{len(each)} bytes' if isinstance(each, bytes) else repr(each)}" for name, each in values)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class _Message(_Shown, tag=True, array_like=True, frozen=True, gc=False):
     pass
 
 
@@ -78,20 +86,12 @@ class Hello(_Message, frozen=True):
     host: str = ""
     pid: int = 0
 
-    def __repr__(self) -> str:
-        return (
-            f"Hello(version={self.version}, liveness={self.liveness!r}, sealed={self.sealed}, engine={self.engine!r})"
-        )
-
 
 class Prove(_Message, frozen=True):
     """The second message: proves that the client can read the arena and its liveness file. Answer: the fields of
     `Welcome`."""
 
     mac: bytes
-
-    def __repr__(self) -> str:
-        return "Prove()"
 
 
 class Group(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -437,9 +437,6 @@ class Describe(_Message, frozen=True):
     tokens: bytes
     chunk_tokens: int
 
-    def __repr__(self) -> str:
-        return f"Describe({len(self.hashes) // 32} chunks of {self.chunk_tokens} tokens)"
-
 
 class SetQuota(_Message, frozen=True):
     """Give a tenant, or its requests with a salt (as in Shards), a quota until the server ends; None takes it away.
@@ -470,16 +467,13 @@ _Chunks: TypeAlias = Clear | TakeLease | EndLease | Drop | ListLeases | ForgetCh
 Request: TypeAlias = Hello | Prove | ChunkSize | Noop | GetStatus | Inspect | Why | SetQuota | _Engines | _Chunks
 
 
-class Proof(msgspec.Struct, array_like=True, frozen=True):
+class Proof(_Shown, array_like=True, frozen=True):
     """Answer to `Hello`: the server's arena, whose lock shows that it lives, and the proof that it owns it."""
 
     version: int
     arena: str
     nonce: bytes
     mac: bytes
-
-    def __repr__(self) -> str:
-        return f"Proof(version={self.version}, arena={self.arena!r})"
 
 
 class Comparison(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -28,13 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 5.0
-_GUARDED = {
-    RequestType.LOOKUP,
-    RequestType.STORE,
-    RequestType.RETRIEVE,
-    RequestType.END_SESSION,
-    RequestType.UNREGISTER_KV_CACHE,
-}
+_UNGUARDED = RequestType.REGISTER_KV_CACHE, RequestType.NOOP, RequestType.CLEAR
 _PORT_OF_SOCKET = re.compile(r"(ipc://.*):\d*")
 
 
@@ -84,7 +78,7 @@ class GuardedClient(MessageQueueClient):
         """Send a request of the contract. Raises Unavailable if no server tells its chunk size within 5 s."""
         if request_type is RequestType.GET_CHUNK_SIZE:
             return MessagingFuture.resolved(self.learn_chunk_size(CONNECT_S))
-        if request_type not in _GUARDED:
+        if request_type in _UNGUARDED:
             return super().submit_request(request_type, payloads, response_cls)
         skip = self.skip_blocks
         try:
