@@ -65,9 +65,9 @@ def test_what_would_be_forgotten_is_counted_some_chunks_at_a_time_and_stays(desk
         turns += 1
     assert turns == 5
     size = (desk.index.allocator.capacity - desk.index.allocator.free_bytes) // 5
-    assert desk.answers[asked] == [2, 2 * size]
-    assert desk.ask(b"one", wire.Count()) == [5, 5 * size]
-    assert desk.ask(b"one", wire.Count("another model")) == [0, 0]
+    assert desk.answers[asked] == wire.ChunkTotal(2, 2 * size)
+    assert desk.ask(b"one", wire.Count()) == wire.ChunkTotal(5, 5 * size)
+    assert desk.ask(b"one", wire.Count("another model")) == wire.ChunkTotal(0, 0)
     assert desk.ask(b"one", lookup(chain)) == 3
     assert desk.depot.counters["forgotten_chunks"] == 0 and desk.index.chunks == 5
 

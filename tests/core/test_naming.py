@@ -42,7 +42,7 @@ def test_engines_share_what_one_digest_names(one: str, other: str, found: int) -
         desk.settle()
         (told,) = desk.depot.status().namespaces
         assert (told.model, told.engines) == (one, 2)
-        assert desk.ask(b"two", wire.Count(other))[0] == 3
+        assert desk.ask(b"two", wire.Count(other)).chunks == 3
         desk.ask(b"two", wire.ForgetChunks(other))
         desk.settle()
         assert desk.ask(b"one", lookup(chain, "again", model=one)) == 0

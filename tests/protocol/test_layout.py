@@ -319,14 +319,6 @@ def test_whatever_changes_the_meaning_of_a_byte_changes_the_fingerprint() -> Non
 # -- what a server is told
 
 
-@given(tensors())
-@settings(max_examples=30, deadline=None)
-def test_a_server_is_told_the_bytes_of_a_block_and_the_fingerprint(given: Tensors) -> None:
-    layout = given.build()
-    layout.format.check()
-    assert layout.format == BlockFormat(layout.fingerprint, sum(segment.size for segment in layout.segments))
-
-
 @pytest.mark.parametrize(
     "given",
     [BlockFormat(b"f" * 31, 1), BlockFormat(b"", 1)]

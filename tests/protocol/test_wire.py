@@ -254,15 +254,10 @@ def test_any_bytes_are_a_reply_that_names_its_request_and_server_or_none(frame: 
         assert frame.startswith(number.to_bytes(wire.ID_BYTES, "little") + boot)
 
 
-@given(_ANSWERS)
+@given(_ANSWERS | _PLACEMENTS)
 def test_an_answer_survives_the_way_back(value: Any) -> None:
     frame = wire.encode_answer((7).to_bytes(8, "little"), b"bootboot", value)
     assert wire.decode_reply(frame) == (7, b"bootboot", value)
-
-
-@given(_PLACEMENTS)
-def test_a_placement_survives_the_way_back(placement: wire.Placement) -> None:
-    assert wire.decode_reply(wire.encode_answer(bytes(8), placement.boot, placement))[2] == placement
 
 
 def test_an_error_survives_the_way_back_with_its_class_and_words_but_long_ones() -> None:

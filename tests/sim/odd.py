@@ -131,7 +131,7 @@ class _Odd:
         server = self._host.server
         assert server is not None
         if not server.depot.removals:  # else its own waits for those
-            assert self._ask(wire.Count()) == [0, 0]
+            assert self._ask(wire.Count()) == {"chunks": 0, "bytes": 0}
             if truth:
                 assert self._ask(wire.Inspect(hashes=key)) == []
             assert self._ask(wire.Clear()) is None

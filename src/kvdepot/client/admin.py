@@ -191,13 +191,8 @@ class Preview(msgspec.Struct, frozen=True):
     """The chunks and bytes that `forget` would remove from memory, and from each tier at most all that it holds (None
     where that is unknown), since a tier cannot count by model or salt."""
 
-    memory: MemoryPreview
+    memory: wire.ChunkTotal
     tiers: dict[str, TierPreview]
-
-
-class MemoryPreview(msgspec.Struct, frozen=True):
-    chunks: int
-    bytes: int
 
 
 class TierPreview(msgspec.Struct, frozen=True):
@@ -207,9 +202,8 @@ class TierPreview(msgspec.Struct, frozen=True):
 
 def preview(client: Client, model: str, salt: str) -> Preview:
     """The chunks that `forget` would remove now."""
-    chunks, size = answer(client, wire.Count(model, salt_tag(salt)), tuple[int, int])
-    tiers = {tier.name: TierPreview(tier.objects, tier.bytes) for tier in status(client).tiers}
-    return Preview(MemoryPreview(chunks, size), tiers)
+    found = answer(client, wire.Count(model, salt_tag(salt)), wire.ChunkTotal)
+    return Preview(found, {tier.name: TierPreview(tier.objects, tier.bytes) for tier in status(client).tiers})
 
 
 def unknown_model(client: Client, model: str) -> str:
@@ -242,7 +236,7 @@ def status(client: Client, timeout_s: float = ANSWER_S) -> Status:
 def set_quota(client: Client, tenant: str, quota: Quota | None, salt: str = "") -> None:
     """Give a tenant a quota until the server ends; None: none.
 
-    salt: not the tenant itself, but its requests with this cache salt; only the salt's tag is sent.
+    salt: the quota is for the tenant's requests with this cache salt, not for the tenant; only the salt's tag is sent.
     """
     client.ask(wire.SetQuota(tenant, quota, salt_tag(salt))).result(ANSWER_S)
 

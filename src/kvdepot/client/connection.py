@@ -100,7 +100,7 @@ class Connection:
 
     @property
     def lost_s(self) -> float:
-        """Seconds since the server that had welcomed us was lost; 0 if it is not, or only hangs."""
+        """Seconds since the server that had welcomed us was lost; 0 while that server runs, even if it hangs."""
         if not self.has_met or self._lost_at is None or self._is_running():
             return 0.0
         return self._clock() - self._lost_at
@@ -180,7 +180,7 @@ class Connection:
             self.requests.parked.discard(number)
 
     def _ask_own(self, request: wire.Hello | wire.Prove) -> bool:
-        """Send a message of the handshake; whether it was sent."""
+        """Send a message of the handshake. Returns whether it was sent."""
         number = next(self._numbers)
         if not self._send(wire.encode_request(number, request)):
             return False
@@ -337,7 +337,7 @@ class Connection:
         self.requests.end(number, value)
 
     def _repeat(self, number: int, pending: PendingRequest, value: KVDepotError) -> bool:
-        """The server does not know us: say hello, then send this again. Whether it will be sent again."""
+        """The server does not know us: say hello, and then send the request again. Returns whether that will happen."""
         request = pending.request
         is_known = isinstance(request, wire.Copying) and request.instance in self.requests.registrations
         is_wrong = isinstance(value, UnknownInstance) and not is_known

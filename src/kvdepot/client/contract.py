@@ -148,8 +148,8 @@ def wrap_kv_caches(kv_caches: dict[str, torch.Tensor]) -> list[KVCacheHandle]:
 
 
 def open_tested(layout: Layout, tensors: Iterable[torch.Tensor]) -> tuple[list[BlockMemory], str]:
-    """The memory of these tensors' blocks, which random bytes have passed both ways; or none, and what is wrong with
-    their device, which is logged. Blocks some milliseconds. Raises LayoutError."""
+    """Open the memory of these tensors' blocks, and copy random bytes both ways. Returns the memory and no fault; or
+    none, and what is wrong with the device, which is logged. Blocks some milliseconds. Raises LayoutError."""
     from kvdepot.devices import open_blocks
     from kvdepot.devices.self_test import test_blocks
 

@@ -70,5 +70,5 @@ def check_places(view: ArenaView, placement: wire.Placement, size: int) -> None:
 
 
 def sums(view: ArenaView, places: Sequence[wire.Place], size: int) -> list[int]:
-    """The checksum of each chunk of `size` bytes that is to be summed, and 0 of the others."""
+    """For each place, the checksum of its `size` bytes if the server wants one, else 0."""
     return [checksum(view.bytes, place.extents, size) if place.is_summed else 0 for place in places]

@@ -20,7 +20,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -31,7 +30,7 @@ from kvdepot.client.copies import BUSY_S, COMPLETE_TRIES, Arenas, give_back
 from kvdepot.client.copy_speed import LoadSpeed
 from kvdepot.client.device_events import EVENT_S, happened
 from kvdepot.client.operations import AT_SERVER, NEEDS_SERVER, BlockIds, CopyPhase, LaneOperation
-from kvdepot.client.socket import Client, MessagingFuture
+from kvdepot.client.socket import Client, MessagingFuture, hearing
 from kvdepot.devices.blocks import BlockMemory, DeviceEvent
 from kvdepot.errors import (
     BadRequest,
@@ -97,7 +96,7 @@ class Lane:
         self._added: list[BlockMemory] = []  # the thread does not know them yet
         self._next_check = 0.0
         self._pause_s = _FIRST_PAUSE_S
-        _lanes.add(self)
+        hearing.add(self)
 
     def __repr__(self) -> str:
         return f"<Lane {self._called} of {len(self._memories)} instances, {len(self._live)} operations>"
@@ -143,8 +142,8 @@ class Lane:
     ) -> MessagingFuture[T]:
         """Copy the chunks that a request names once `event` has happened. Never blocks.
 
-        block_ids: of each of `request.shards`. convert: makes the future's value from the server's last answer: that of
-        `wire.Complete`, or to the request itself if there is nothing to copy. Errors come by the future:
+        block_ids: of each of `request.shards`. convert: makes the future's value from the server's last answer. That is
+        the answer to `wire.Complete`, or to the request if there is nothing to copy. Errors come by the future:
         UnknownInstance without an `add`, BadRequest for blocks that do not fit, Busy if too many operations wait,
         DeadlineExceeded if the event does not happen or the server does not answer, Unavailable, DeviceError.
         """
@@ -181,11 +180,11 @@ class Lane:
     def give_up(self, futures: Collection[MessagingFuture[Any]], timeout_s: float) -> int:
         """Make sure that the lane touches no block of these operations any more. Returns how many were voided.
 
-        Waits up to `timeout_s` until they have ended. Those that have not are voided, and end with an error: what was
-        not copied never is, and no such store becomes visible unless all its bytes had been copied. A slice that is
-        being copied is waited for, whatever the timeout: if this returned, the caller would overwrite bytes that a
-        device may still be reading. That takes milliseconds, or for ever if the device hangs; then this logs an error
-        every 30 s.
+        Waits up to `timeout_s` until they have ended. Operations that have not ended by then are voided, and end with
+        an error. None of their other bytes is copied any more, and a voided store becomes visible only if all its bytes
+        had been copied. A slice that is being copied is waited for, whatever the timeout: if this returned, the caller
+        would overwrite bytes that a device may still be reading. That takes milliseconds, or for ever if the device
+        hangs; then this logs an error every 30 s.
         """
         if self.wait(lambda: all(future.query() for future in futures), timeout_s):
             return 0
@@ -335,7 +334,7 @@ class Lane:
             self._ready[is_load] = deque(operation for operation in ready if operation.phase is CopyPhase.READY)
 
     def _end_all(self, error: KVDepotError) -> None:
-        """Close: the client's end releases what the server has placed."""
+        """End every operation, as the lane closes. The server releases what it has placed when the client closes."""
         self._closed = self._closed or error
         for operation in list(self._live.values()):
             operation.is_void = True
@@ -558,19 +557,8 @@ class Lane:
         if fd >= 0:
             os.close(fd)
 
-    def _leave_to_parent(self) -> None:
+    def leave_to_parent(self) -> None:
         self._changed = threading.Condition(threading.Lock())  # a thread of the parent may have held the other
         self._thread, self._copying, self._wake_fd, self._memories = None, None, -1, {}
         with self._changed:
             self._end_all(BadRequest("this client connected before a fork: connect again in the child process"))
-
-
-_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
-
-
-def _leave_to_parent() -> None:
-    for lane in list(_lanes):
-        lane._leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)

@@ -109,9 +109,9 @@ class Shared:
         return is_coming(self.url)
 
     def has_crashed(self) -> bool:
-        """Whether a server that an engine started has ended without removing its socket, as one that is stopped does;
-        one started by hand is its user's to start again. Call it or `start` while the server runs, too: who started it
-        cannot be seen later."""
+        """Whether a server that an engine started has ended without removing its socket, as one that is stopped
+        does; False for a server that was started by hand, which its user starts again. Call this or `start` also
+        while a server runs: who has started a server cannot be seen later."""
         if is_on_demand(self.url):
             self._is_engines = True
         elif holder(self.url):
@@ -188,7 +188,7 @@ class Embedded:
         return (self._process.poll() or 0) < 0
 
     def start(self) -> bool:
-        """Start another in place of one that has ended; True. Raises Unavailable."""
+        """Start another server in place of the one that has ended. Returns True. Raises Unavailable."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process = self._spawn()

@@ -98,6 +98,9 @@ class Hearing(Protocol):
 
     def wait(self, done: Callable[[], bool], timeout_s: float) -> bool: ...
 
+    def leave_to_parent(self) -> None:
+        """Called in a forked child, where no other thread runs: end everything with an error."""
+
 
 class MessagingFuture(Generic[T]):
     """The answer to one request, once it is there."""
@@ -221,7 +224,7 @@ class Client:
         introduction = Introduction(self.liveness.name, self.liveness.secret, engine, between)
         watch = partial(Watch, self.arena_dir)
         self._connection = Connection(server_url, introduction, self._send, watch, time.monotonic)
-        _clients.add(self)
+        hearing.add(self)
 
     def __repr__(self) -> str:
         return f"<Client {self.server_url} {self._connection.phase.name.lower()}, {len(self._connection)} in flight>"
@@ -403,17 +406,18 @@ class Client:
         self._monitor.close()
         self._socket.close()
 
-    def _leave_to_parent(self) -> None:
+    def leave_to_parent(self) -> None:
         self._lock = threading.RLock()  # a thread of the parent may have held the other
         self._connection.close(BadRequest("this client connected before a fork: connect again in the child process"))
 
 
-_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+hearing: weakref.WeakSet[Hearing] = weakref.WeakSet()
+"""All clients and lanes of this process."""
 
 
 def _leave_to_parent() -> None:
-    for client in list(_clients):
-        client._leave_to_parent()
+    for each in list(hearing):
+        each.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -225,8 +225,8 @@ class Operation(NamedTuple):
 def free_chunk_tokens(token_bytes: int, longest_tokens: int) -> int:
     """The least tokens per chunk of an engine that chooses its own (`chunk_size = auto`).
 
-    token_bytes: KV of a token on one rank; 0: not known. longest_tokens: of a prompt, times the shards of a chunk: one
-    message names all its chunks, and one lookup in tiers all their shards.
+    token_bytes: KV of a token on one rank; 0: not known. longest_tokens: tokens of the longest prompt, times the shards
+    of a chunk, because one message names all chunks of a prompt, and one lookup in tiers names all their shards.
     """
     worth = math.ceil(_WORTH_BYTES / token_bytes) if token_bytes else _MOST_TOKENS
     return max(min(worth, _MOST_TOKENS), -(-longest_tokens // wire.MAX_CHUNKS))

@@ -184,8 +184,9 @@ class WorkerClient:
     ) -> Submitted[wire.Comparison]:
         """Have blocks compared with the chunks that are stored, in one message for each KV cache group. Never blocks.
 
-        Submit it before the store of the same blocks. They are read as by a store: `poll` does not report their
-        requests before, and `give_up_stores` voids it. Arguments: see `submit_store`.
+        Submit a comparison before the store of the same blocks. Until it has ended, the blocks are in use as by a
+        store: `poll` does not report their requests, and `give_up_stores` voids the comparison. Arguments: see
+        `submit_store`.
         """
         requests = list(dict.fromkeys(transfer.request_id for transfer in transfers))
 

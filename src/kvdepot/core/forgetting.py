@@ -334,7 +334,7 @@ def clear(index: Index, scope: Scope) -> Work:
     return scope.removed
 
 
-def _count(namespaces: list[Namespace], salt: bytes | None) -> Generator[bool, None, list[int]]:
+def _count(namespaces: list[Namespace], salt: bytes | None) -> Generator[bool, None, wire.ChunkTotal]:
     """The number of chunks of a salt (None: any) that can be found, and their bytes."""
     chunks = size = 0
     for chunk in [chunk for namespace in namespaces for chunk in namespace.chunks.values()]:
@@ -342,7 +342,7 @@ def _count(namespaces: list[Namespace], salt: bytes | None) -> Generator[bool, N
             chunks += 1
             size += chunk.bytes
         yield False
-    return [chunks, size]
+    return wire.ChunkTotal(chunks, size)
 
 
 def _answer(forgetting: Forgetting) -> dict[str, int | str]:

@@ -396,7 +396,7 @@ class Count(_Message, frozen=True):
     """Ask what a `ForgetChunks` of the same model and salt would remove from memory, without removing it.
 
     It is no flag of `ForgetChunks`: a server too old to know the flag would ignore it and forget, and it refuses an
-    unknown message. Answer: chunks and their bytes, as a list.
+    unknown message. Answer: a `ChunkTotal`.
     """
 
     model: str = ""
@@ -474,6 +474,13 @@ class Proof(_Shown, array_like=True, frozen=True):
     arena: str
     nonce: bytes
     mac: bytes
+
+
+class ChunkTotal(msgspec.Struct, frozen=True):
+    """A number of chunks, and their bytes."""
+
+    chunks: int
+    bytes: int
 
 
 class Comparison(msgspec.Struct, array_like=True, frozen=True, gc=False):
