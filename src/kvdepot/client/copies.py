@@ -70,5 +70,5 @@ def check_places(view: ArenaView, placement: wire.Placement, size: int) -> None:
 
 
 def sums(view: ArenaView, places: Sequence[wire.Place], size: int) -> list[int]:
-    """For each place, the checksum of its `size` bytes if the server wants one, else 0."""
+    """The checksums of places with `size` bytes each; 0 where the server wants none."""
     return [checksum(view.bytes, place.extents, size) if place.is_summed else 0 for place in places]

@@ -92,7 +92,7 @@ def check_type(value: object, expected: type[T]) -> T:
 
 
 class Hearing(Protocol):
-    """What ends a future: a Client, or a Lane (client/lane.py)."""
+    """A Client or a Lane (client/lane.py), which hears the answers that end futures."""
 
     def pump(self) -> None: ...
 

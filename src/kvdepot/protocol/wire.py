@@ -610,7 +610,7 @@ def decode_request(frame: bytes) -> tuple[bytes, Request | errors.ProtocolError]
 
 def encode_answer(number: bytes, boot: bytes, value: object) -> bytes:
     """One frame, server to client: the result of request `number`."""
-    return number + boot + _encode(value if isinstance(value, Placement) else Answer(value))
+    return number + boot + _encode(value if type(value) is Placement else Answer(value))  # isinstance takes longer
 
 
 def encode_failure(number: bytes, boot: bytes, error: errors.KVDepotError) -> bytes:
