@@ -33,16 +33,11 @@ class Hybrid(NativeEngine):
     def parts(self, chain: ChunkChain, blocks: list[list[int]], request_id: str) -> list[Transfer]:
         """Full attention of all chunks, and the window at the end; blocks: of each group."""
         end = len(chain)
+        firsts = enumerate([0, max(0, end - REACH)])
+        ids = [pack_block_ids(each) for each in blocks]
         return [
-            Transfer(
-                request_id,
-                chain.parent(first),
-                first,
-                chain.slice(first, end),
-                pack_block_ids(blocks[group]),
-                group=group,
-            )
-            for group, (first, ids) in enumerate(zip([0, max(0, end - REACH)], blocks, strict=True))
+            Transfer(request_id, chain.parent(first), first, chain.slice(first, end), ids[group], group=group)
+            for group, first in firsts
         ]
 
     def lookup(self, chain: ChunkChain) -> int:
@@ -72,21 +67,7 @@ SOURCE = [list(range(12)), list(range(16))]  # three chunks, and a window of two
 TARGET = [list(range(40, 52)), list(range(63, 47, -1))]
 
 
-def test_both_groups_come_back_byte_for_byte(hybrid: Hybrid, depot: Depot) -> None:
-    chain = prompt(3)
-    assert hybrid.lookup(chain) == 0
-    hybrid.store(hybrid.parts(chain, SOURCE, "a"))
-    written, rest = hybrid.read(SOURCE), [cache[20:40].clone() for cache in hybrid.caches]
-    assert hybrid.lookup(chain) == 3 * CHUNK
-    assert hybrid.retrieve(hybrid.parts(chain, TARGET, "a")) == set()
-    assert hybrid.read(TARGET) == hybrid.read(SOURCE) == written
-    assert all(torch.equal(cache[20:40], kept) for cache, kept in zip(hybrid.caches, rest, strict=True))
-    (told,) = [each for each in depot.status()["namespaces"] if each["model"] == hybrid.model]
-    assert [(group["reach"], group["chunks"]) for group in told["groups"]] == [(0, 3), (REACH, 2)]
-    assert told["chunk_tokens"] == CHUNK and told["bytes"] == 5 * PAGE, "a part has 2 KiB, and takes a page"
-
-
-def test_a_prefix_without_its_window_is_no_hit_and_fails_to_load(hybrid: Hybrid) -> None:
+def test_a_prefix_without_its_window_is_no_hit_and_with_it_comes_back_whole(hybrid: Hybrid, depot: Depot) -> None:
     chain = prompt(3)
     full, window = hybrid.parts(chain, SOURCE, "a")
     hybrid.store([full])
@@ -103,3 +84,8 @@ def test_a_prefix_without_its_window_is_no_hit_and_fails_to_load(hybrid: Hybrid)
     assert hybrid.read([[], TARGET[1][:8]])[1] == kept[1][: len(kept[1]) // 2], "what did not come was not touched"
     hybrid.store([window])
     assert hybrid.lookup(chain) == 3 * CHUNK
+    assert hybrid.retrieve(hybrid.parts(chain, TARGET, "c")) == set()
+    assert hybrid.read(TARGET) == hybrid.read(SOURCE)
+    (told,) = [each for each in depot.status()["namespaces"] if each["model"] == hybrid.model]
+    assert [(group["reach"], group["chunks"]) for group in told["groups"]] == [(0, 3), (REACH, 2)]
+    assert told["chunk_tokens"] == CHUNK and told["bytes"] == 5 * PAGE, "a part has 2 KiB, and takes a page"

@@ -5,17 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import zmq
 
-import kvdepot
 from kvdepot.client import connection
 from kvdepot.client import socket as client
-from kvdepot.client.scheduler import Cached, Pending, SchedulerClient
 from kvdepot.errors import ProtocolError, VersionMismatch
 from kvdepot.protocol import wire
 from tests.conftest import HANG_S, StartDepot, eventually
@@ -79,39 +75,6 @@ def test_a_thread_that_waits_is_woken_by_a_descriptor_of_its_own_and_by_answers(
         assert not waiting.is_alive() and future.query()
         asking.close()
     os.close(wake)
-
-
-def test_lookups_that_wait_longer_than_answers_usually_take_find_what_memory_has(
-    start_depot: StartDepot, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The client asks again, and the server takes that for the same request."""
-    depot, shape = start_depot(arena_mib=16, chunk_size=16), kvdepot.Shape(layers=8, heads=8, head_dim=64)
-    sent, send = Counter[bytes](), client.Client._send
-
-    def count(self: client.Client, frame: bytes) -> bool:
-        sent[frame[: wire.ID_BYTES]] += 1
-        return send(self, frame)
-
-    with kvdepot.connect(depot.url) as link, zmq.Context() as context:
-        model = link.namespace(model="queued", revision="1", dtype="float16", shape=shape, chunk_tokens=16)
-        prompts = {f"r{number}": [number, *range(1, 256)] for number in range(3)}
-        for tokens in prompts.values():  # each a quarter of memory, so the second lookup waits for room
-            assert model.put(tokens, np.zeros((8, 2, 256, 8, 64), np.float16)) == 256
-        monkeypatch.setattr(connection, "_STALE_S", 0.1)
-        monkeypatch.setattr(client.Client, "_send", count)
-        scheduler = SchedulerClient(client.Client(depot.url, context), model._spec, reports=True)
-        with contextlib.closing(scheduler):
-            for request, tokens in prompts.items():
-                scheduler.submit_lookup(request, bytes(model._chain(tokens).hashes))
-            eventually(lambda: scheduler.client.pump() or sent.total() > len(sent))  # something is asked again
-            found = []
-            for request in prompts:
-                scheduler.client.ask(wire.Noop()).result(HANG_S)  # what was asked again has been handled
-                eventually(lambda request=request: scheduler.check_lookup(request) != Pending())
-                found.append(scheduler.check_lookup(request))
-                scheduler.end_session(request)
-            assert found == [Cached(256)] * 3
-            assert scheduler.client.welcomes == 1, "it took a server that answers for lost"
 
 
 def test_a_client_hears_at_once_of_its_servers_end_and_of_the_next(

@@ -170,7 +170,7 @@ def test_nothing_to_copy_ends_at_once_and_asks_nobody(worker: WorkerClient, peer
 def test_what_is_no_event_is_refused_and_leaves_nothing_under_way(worker: WorkerClient) -> None:
     with pytest.raises(BadRequest, match="not an event"):
         worker.submit_store(["a"], [transfer("a", [1, 2])], "soon")
-    assert not worker.stores
+    assert not worker.store_futures
 
 
 def test_stores_and_comparisons_of_requests_are_given_up_and_others_go_on(

@@ -501,7 +501,7 @@ class Engine(Processes):
             passed.append([number for number in table if number < first])
         if not any(passed):
             return
-        if any(request.id in table for worker in self.workers for table in (worker.stores, worker.comparisons)):
+        if any(request.id in table for worker in self.workers for table in (worker.store_futures, worker.comparisons)):
             self.world.counters["groups_passed_while_storing"] += 1
             if self.world.chance(0.95):
                 return

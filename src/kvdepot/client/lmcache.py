@@ -29,7 +29,7 @@ from kvdepot.client.contract import (
 from kvdepot.client.scheduler import Cached, LookupOutcome, SchedulerClient, Unanswered
 from kvdepot.client.socket import CONNECT_S, Client, MessagingFuture
 from kvdepot.client.transfer import ShardSpec, Transfer, pack_block_ids
-from kvdepot.client.worker import Submitted, WorkerClient
+from kvdepot.client.worker import WorkerClient
 from kvdepot.devices.blocks import DeviceEvent
 from kvdepot.errors import BadRequest, KVDepotError, LayoutError
 from kvdepot.protocol.keys import HASH_BYTES, engine_hash
@@ -219,26 +219,6 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
     """The registered tensors, by layer."""
     _opened: Sequence[BlockMemory] = ()
     """Their blocks."""
-
-    @property
-    def store_futures(self) -> dict[str, list[Submitted[bool]]]:
-        """Stores under way, by request id."""
-        return self.stores
-
-    @property
-    def retrieve_futures(self) -> dict[str, list[Submitted[list[bool]]]]:
-        """Retrieves under way, by request id."""
-        return self.retrieves
-
-    @property
-    def finished_stores(self) -> set[str]:
-        """Ids that the engine has reported finished and that have a store under way."""
-        return self.ended
-
-    @property
-    def previously_finished(self) -> set[str]:
-        """Ids that `get_finished` has returned and that the engine has reported again in every call since."""
-        return self.repeated
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor], block_axes: Sequence[int] | None = None) -> None:
         """Register the paged KV tensors (layer name -> tensor): this process copies them from now on.

@@ -95,12 +95,12 @@ class WorkerClient:
         self.client = client
         self.spec = spec
         self.instance_id = secrets.randbits(62)  # a process id would collide between containers
-        # By request id; a batch is listed under each of its requests.
-        self.stores: dict[str, list[Submitted[bool]]] = {}
-        self.retrieves: dict[str, list[Submitted[list[bool]]]] = {}
+        # By request id; a batch is listed under each of its requests. The names are the contract's.
+        self.store_futures: dict[str, list[Submitted[bool]]] = {}
+        self.retrieve_futures: dict[str, list[Submitted[list[bool]]]] = {}
         self.comparisons: dict[str, list[Submitted[wire.Comparison]]] = {}
-        self.ended: set[str] = set()  # ended by the engine, with a store under way
-        self.repeated: set[str] = set()  # returned by `poll`, and reported by the engine in every call since
+        self.finished_stores: set[str] = set()  # ended by the engine, with a store under way
+        self.previously_finished: set[str] = set()  # returned by `poll`, and reported by the engine in every call since
         self.counters: Counter[str] = Counter()
         self.watch: Callable[[Operation], None] | None = None  # called for each store and retrieve that has ended
         self._unpins = unpins
@@ -150,7 +150,7 @@ class WorkerClient:
         submitted. No server gets the registration again by itself. Raises Unavailable or DeadlineExceeded if it is not
         known whether the server has forgotten the tensors, which nobody touches any more in any case.
         """
-        self.give_up_stores({*self.stores, *self.comparisons}, timeout_s)
+        self.give_up_stores({*self.store_futures, *self.comparisons}, timeout_s)
         instance, self.instance_id = self.instance_id, secrets.randbits(62)  # so that nothing meant for one meets both
         for group in range(len(self.layouts)):
             self.lane.remove(instance + group)
@@ -177,7 +177,7 @@ class WorkerClient:
         def make(instance: int, shards: list[wire.Shards], chunks: int) -> _Asking[bool]:
             return wire.Store(instance, shards), _whole
 
-        return self._submit(self.stores, make, request_ids, transfers, event)
+        return self._submit(self.store_futures, make, request_ids, transfers, event)
 
     def submit_compare(
         self, transfers: Sequence[Transfer], event: DeviceEvent | None, terms: CompareTerms
@@ -209,7 +209,7 @@ class WorkerClient:
         def make(instance: int, shards: list[wire.Shards], chunks: int) -> _Asking[list[bool]]:
             return wire.Retrieve(instance, shards, self._unpins, writers), partial(_per_chunk, chunks)
 
-        self._submit(self.retrieves, make, request_ids, transfers, event)
+        self._submit(self.retrieve_futures, make, request_ids, transfers, event)
 
     def _submit(
         self,
@@ -222,7 +222,7 @@ class WorkerClient:
         """make: makes the message to an instance for shards of this many chunks, and what converts its answer."""
         event = None if happened(event) else event
         submitted: Submitted[T] = Submitted(list(request_ids), sorted(transfers, key=attrgetter("group")))
-        self.repeated.difference_update(request_ids)
+        self.previously_finished.difference_update(request_ids)
         for request_id in request_ids:
             under_way.setdefault(request_id, []).append(submitted)
         parts_of = {group: list(parts) for group, parts in itertools.groupby(submitted.transfers, attrgetter("group"))}
@@ -248,16 +248,16 @@ class WorkerClient:
         An id may be reused: only reports in the calls that directly follow the id's return count as repeated. Once a
         call does not report the id, or a store or retrieve is submitted under it, it names a new request.
         """
-        _settle(self.stores, self._store_ended)
+        _settle(self.store_futures, self._store_ended)
         _settle(self.comparisons, lambda comparison: None)  # whoever submitted it has it
-        retrieved = _settle(self.retrieves, self._retrieve_ended)
+        retrieved = _settle(self.retrieve_futures, self._retrieve_ended)
         # Asynchronous scheduling repeats a report in steps that it scheduled before it learned of the id's return. A
         # new request of the same id is scheduled after those, in a step that does not report it.
-        repeated = self.repeated & ended
-        self.ended |= ended - repeated
-        stored = {each for each in self.ended if each not in self.stores and each not in self.comparisons}
-        self.ended -= stored
-        self.repeated = repeated | stored
+        repeated = self.previously_finished & ended
+        self.finished_stores |= ended - repeated
+        stored = self.finished_stores.difference(self.store_futures, self.comparisons)
+        self.finished_stores -= stored
+        self.previously_finished = repeated | stored
         return Ended(stored, retrieved)
 
     def _store_ended(self, submitted: Submitted[bool]) -> None:
@@ -337,7 +337,7 @@ class WorkerClient:
         futures: list[MessagingFuture[Any]] = [
             future
             for request_id in request_ids
-            for each in (*self.stores.get(request_id, ()), *self.comparisons.get(request_id, ()))
+            for each in (*self.store_futures.get(request_id, ()), *self.comparisons.get(request_id, ()))
             for future in each.futures
         ]
         if futures:
@@ -345,7 +345,7 @@ class WorkerClient:
 
     def wait_any(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for any retrieve to end; for an engine with nothing else to do."""
-        if retrieves := {each for under_way in self.retrieves.values() for each in under_way}:
+        if retrieves := {each for under_way in self.retrieve_futures.values() for each in under_way}:
             self.lane.wait(lambda: any(each.done() for each in retrieves), timeout_s)
 
     def close(self) -> None:
