@@ -475,24 +475,6 @@ def test_copies_are_sent_to_one_successor_of_their_server_and_to_no_third(dies: 
     assert talk.copies() == 4 and all(isinstance(ended[0], Unavailable) for ended in copies)
 
 
-def test_a_server_answers_a_copy_with_one_placement_however_often_it_is_sent() -> None:
-    talk = Talk()
-    copies = talk.begin()
-    for _ in range(3):
-        talk.answer(None)
-        talk.answer(None)
-        talk.cut()  # with both answers
-        talk.settle()
-    assert talk.copies() == 8 and not any(copies)
-    talk.slow = wire.Lookup
-    talk.settle()
-    assert all(ended for ended in copies) and len(talk.servers[0].placed) == 2
-    talk.complete()
-    talk.complete()
-    talk.settle()
-    assert not talk.servers[0].placed
-
-
 @pytest.mark.parametrize("is_forged", [True, False])
 def test_a_complete_waits_for_its_server_as_long_as_that_runs(is_forged: bool) -> None:
     talk = Talk()
@@ -514,22 +496,6 @@ def test_a_complete_waits_for_its_server_as_long_as_that_runs(is_forged: bool) -
     talk.come_back(talk.servers[0])
     talk.pass_time(0.1)
     assert completed == [True]
-
-
-@pytest.mark.parametrize("comes", [True, False], ids=["successor", "nobody"])
-def test_a_complete_for_a_server_that_is_gone_fails(comes: bool) -> None:
-    talk = Talk()
-    talk.begin()
-    talk.slow = wire.Lookup
-    talk.settle()
-    talk.end(dies=True, is_reported=False)
-    talk.complete()
-    _, completed = talk.outcomes[-1]
-    if comes:
-        talk.start(False)
-    talk.pass_time(GRACE_S + 0.5)
-    (error,) = completed
-    assert isinstance(error, UnknownRequest if comes else Unavailable)
 
 
 def test_a_registration_follows_a_withdrawal_of_the_same_number_that_was_lost() -> None:
