@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from types import UnionType
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,7 +20,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvdepot.client.connection import DEADLINE_S, GRACE_S, Connection
 from kvdepot.client.phases import TRANSITIONS, Change, Phase
 from kvdepot.client.servers import Introduction
-from kvdepot.errors import Busy, KVDepotError, LayoutError, Unavailable, UnknownClient, UnknownInstance, UnknownRequest
+from kvdepot.errors import (
+    Busy,
+    KVDepotError,
+    LayoutError,
+    ProtocolError,
+    Unavailable,
+    UnknownClient,
+    UnknownInstance,
+    UnknownRequest,
+)
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import SECRET_BYTES, Challenge, Seal
 from kvdepot.protocol.layout import BlockFormat
@@ -512,6 +522,16 @@ def test_a_registration_follows_a_withdrawal_of_the_same_number_that_was_lost() 
     talk.ask("gone", 0)
     talk.settle()
     assert not talk.server.instances
+
+
+def test_a_reply_that_cannot_be_read_fails_its_request_and_no_other() -> None:
+    talk = Talk()
+    copies = talk.begin()
+    number = max(talk.connection.requests.pending).to_bytes(wire.ID_BYTES, "little")
+    talk.coming.append(number + talk.servers[0].boot + msgspec.msgpack.encode(["Placement", "no number"]))
+    talk.hear()
+    (stored, (loaded,)) = copies
+    assert isinstance(loaded, ProtocolError) and not stored and talk.connection.welcomed
 
 
 def test_a_new_client_waits_for_a_server_that_is_slow_to_answer() -> None:
