@@ -182,7 +182,7 @@ class Depot:
             time.sleep(0.01)
 
     def status(self) -> dict[str, Any]:
-        answer: dict[str, Any] = self._client.ask(wire.Status()).result(10.0)
+        answer: dict[str, Any] = self._client.ask(wire.GetStatus()).result(10.0)
         return answer
 
 

@@ -76,7 +76,7 @@ class _Core:
         short = [self._store(number, 1) for number in range(leases)]
         self._prompts = [self._store(leases + number, _CHUNKS) for number in range(_PROMPTS)]
         for number, hashes in enumerate(short if is_leased else []):
-            self._ask(wire.Lease(f"{number}", "retain", _MODEL, 1, 1, hashes, ttl_s=3600))
+            self._ask(wire.TakeLease(f"{number}", "retain", _MODEL, 1, 1, hashes, ttl_s=3600))
 
     def _store(self, number: int, chunks: int) -> bytes:
         index = self._index

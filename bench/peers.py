@@ -160,7 +160,7 @@ def flood(url: str, kind: str) -> None:
     socket.send(wire.encode_request(0, wire.Hello(wire.VERSION, liveness.name, liveness.secret)))
     socket.recv()
     lookup = wire.encode_request(1, wire.Lookup("flood", 1, 0, "r", 1, bytes(32)))
-    status = wire.encode_request(1, wire.Status())
+    status = wire.encode_request(1, wire.GetStatus())
     frame = dict(zip(FLOODS, (lookup, status, bytes(8) + b"garbage", status), strict=True))[kind]
     reads = kind != FLOODS[-1]
 

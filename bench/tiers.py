@@ -263,6 +263,6 @@ def _wait_saved(url: str, context: zmq.Context[Any], chunks: int) -> None:
 
 
 def _tier_counters(client: MessageQueueClient) -> dict[str, int]:
-    status: dict[str, Any] = client.ask(wire.Status()).result(10.0)
+    status: dict[str, Any] = client.ask(wire.GetStatus()).result(10.0)
     counters: dict[str, int] = status["tiers"][0]["counters"]
     return counters

@@ -51,7 +51,7 @@ def run(scale: Scale, notes: list[str]) -> list[Figure]:
         for number in range(-1, scale.cold_runs):
             for what, speeds in compared.items():
                 worker.submit_retrieve(["r"], parts, None)
-                (load,) = worker.retrieves["r"]
+                (load,) = worker.retrieve_futures["r"]
                 load_s = _wait(worker, load)
                 if what == "rounded":
                     for layer in caches.values():

@@ -148,7 +148,7 @@ def _status(context: zmq.Context[Any], url: str, echo: Echo, runs: int) -> tuple
     try:
         for _ in range(runs):
             begun = time.perf_counter()
-            client.ask(wire.Status()).result(10.0)
+            client.ask(wire.GetStatus()).result(10.0)
             values.append((time.perf_counter() - begun) * 1000)
             begun = time.perf_counter()
             echo.round_trip(b"0123456789abcdef")

@@ -181,7 +181,7 @@ class Depot:
     def status(self) -> dict[str, Any]:
         client = MessageQueueClient(self.url, self.context)
         try:
-            answer: dict[str, Any] = client.ask(wire.Status()).result(HANG_S)
+            answer: dict[str, Any] = client.ask(wire.GetStatus()).result(HANG_S)
             return answer
         finally:
             client.close()

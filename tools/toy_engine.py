@@ -270,7 +270,7 @@ class ToyEngine:
 
     def server_status(self) -> dict[str, Any]:
         """What `kvdepot status` shows, for where only this process can see the server."""
-        answer: dict[str, Any] = self.worker.mq_client.ask(wire.Status()).result(10.0)
+        answer: dict[str, Any] = self.worker.mq_client.ask(wire.GetStatus()).result(10.0)
         return answer
 
     def hits(self, families: list[int], chunks: int) -> int:

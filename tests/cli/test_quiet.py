@@ -43,7 +43,7 @@ def others(served: Depot) -> Iterator[Others]:
     """How many clients are connected beside the web process and the one that asks this. Once there are none, the server
     has noticed the ends of commands."""
     client = MessageQueueClient(served.url, served.context)
-    yield lambda: int(client.ask(wire.Status()).result(HANG_S)["clients"]) - 2
+    yield lambda: int(client.ask(wire.GetStatus()).result(HANG_S)["clients"]) - 2
     client.close()
 
 

@@ -16,9 +16,7 @@ class Answering:
         self.incarnation, self.welcomes = b"one", 1
         self.heard = 0
         self.is_welcomed = True
-        self.wants_tokens = False
-        self.lookup_s = 0.0
-        self.hint_limits = (3600, 50)
+        self.welcome = wire.Welcome(wire.VERSION, 256, max_hint_s=3600, max_hint_priority=50)
         self.arena, self.arena_dir = ("", b""), ""
         self.is_closed = False
         self.asked: list[wire.Request] = []

@@ -13,7 +13,7 @@ import pytest
 
 from kvdepot.client import MessageQueueClient, admin
 from kvdepot.client.calls import answer
-from kvdepot.client.copies import Arenas, carry, read_placement
+from kvdepot.client.copies import Arenas, carry
 from kvdepot.errors import ConfigError
 from kvdepot.keys import HASH_BYTES, ROOT
 from kvdepot.protocol import wire
@@ -32,8 +32,8 @@ def fill(client: MessageQueueClient, model: str, instance: int, chunk_tokens: in
     assert client.ask(wire.Register(instance, formed, model, 1, 0, 1, chunk_tokens)).result(HANG_S) is None
     hashes = secrets.token_bytes(HASH_BYTES * CHUNKS)
     part = wire.Shards("r", model, 1, 0, ROOT, 0, hashes, 1)
-    placed = read_placement(client.ask(wire.Store(instance, [part])).result(HANG_S))
-    assert placed is not None
+    placed = client.ask(wire.Store(instance, [part])).result(HANG_S)
+    assert isinstance(placed, wire.Placement)
     view = Arenas(client.arena_dir).of(placed.arena, placed.boot)
     assert client.ask(carry(view, placed, BLOCK_BYTES, lambda view: None)).result(HANG_S) is True
     return hashes

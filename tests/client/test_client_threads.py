@@ -12,11 +12,10 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-import torch
 import zmq
 
-from kvdepot.adapters import IPCCacheEngineKey, KVCacheHandle, MessageQueueClient
-from kvdepot.client.contract import PromptChains, RequestType
+from kvdepot.adapters import MessageQueueClient
+from kvdepot.client.contract import PromptChains
 from kvdepot.keys import ROOT, ChunkChain
 from kvdepot.protocol import wire
 from tests.conftest import HANG_S, Depot
@@ -77,45 +76,6 @@ def test_keys_that_threads_name_at_once_get_the_hashes_of_their_own_tokens(reque
 
     on_threads(work)
     assert not wrong, f"{len(wrong)} of {THREADS * 40} had the hashes of other tokens"
-
-
-def test_threads_that_share_a_client_get_back_the_bytes_of_their_own_prompts(client: MessageQueueClient) -> None:
-    """Keys without a request id, as another adapter may send them."""
-    model, per_chunk = "threads", 4
-    said = prompts(2, THREADS, 6)
-    blocks = max(len(tokens) for tokens in said) // CHUNK * per_chunk
-    caches = [torch.zeros(THREADS * blocks, 64, 1, 2) for _ in range(2)]  # of one worker: each thread has its blocks
-    client.submit_request(RequestType.REGISTER_KV_CACHE, [1, [KVCacheHandle(cache) for cache in caches]]).result(HANG_S)
-
-    def ask(kind: RequestType, *payloads: Any) -> Any:
-        return client.submit_request(kind, list(payloads)).result(HANG_S)
-
-    def fill(number: int) -> tuple[IPCCacheEngineKey, list[int]]:
-        count = len(said[number]) // CHUNK * per_chunk
-        ids = list(range(number * blocks, number * blocks + count))
-        return IPCCacheEngineKey(model, 1, 0, said[number], 0, len(said[number])), ids
-
-    for number in range(THREADS):
-        key, ids = fill(number)
-        for cache in caches:
-            cache[ids] = torch.arange(len(ids)).reshape(-1, 1, 1, 1).float() + 1000 * (number + 1)
-        if number % 2:  # what begins alike has one chunk in common, stored by whoever comes first
-            for cache in caches:
-                cache[ids[:per_chunk]] = 7.0
-        assert ask(RequestType.STORE, [key], 1, ids, b"") is True
-    before = [cache.clone() for cache in caches]
-    for cache in caches:
-        cache.zero_()
-
-    def work(number: int) -> None:
-        key, ids = fill(number)
-        for _ in range(25):
-            assert ask(RequestType.LOOKUP, [key.no_worker_id_version()]) == len(said[number]) // CHUNK
-            assert ask(RequestType.RETRIEVE, [key], 1, ids, b"") == [True]
-            for cache, right in zip(caches, before, strict=True):
-                assert torch.equal(cache[ids], right[ids]), "the bytes of another prompt"
-
-    on_threads(work)
 
 
 def test_clients_of_one_context_are_made_and_closed_by_many_threads_at_once() -> None:

@@ -18,11 +18,10 @@ import torch
 
 from kvdepot.client import lane as lanes
 from kvdepot.client.calls import answer
-from kvdepot.client.connection import GRACE_S
 from kvdepot.client.copy_speed import LoadSpeed
-from kvdepot.client.lane import Lane, LaneFuture
+from kvdepot.client.lane import Lane
 from kvdepot.client.operations import BlockIds
-from kvdepot.client.socket import Client
+from kvdepot.client.socket import Client, MessagingFuture
 from kvdepot.client.transfer import PromptChunks, ShardSpec, Transfer
 from kvdepot.devices import describe
 from kvdepot.devices.accelerator import AcceleratorBlocks
@@ -42,7 +41,7 @@ from kvdepot.memory.extents import Bytes
 from kvdepot.protocol import wire
 from kvdepot.protocol.layout import Layout, Mapping, Segment, build_layout
 from tests.client.engine import Later
-from tests.conftest import HANG_S, Depot, StartDepot, ends, eventually, suspend
+from tests.conftest import HANG_S, Depot, StartDepot, eventually, suspend
 from tests.programs import run
 from tests.server.process import kill
 
@@ -111,12 +110,12 @@ class Rank:
         packed = np.array(ids, "<u4").tobytes()
         return self.spec.shards([Transfer("r", b"", 0, hashes, packed)]), [BlockIds.unpack(packed, skip)]
 
-    def store(self, hashes: bytes, first: int = 0, event: Any = None) -> LaneFuture[Any]:
+    def store(self, hashes: bytes, first: int = 0, event: Any = None) -> MessagingFuture[Any]:
         """Store chunks from blocks, from `first` on."""
         shards, ids = self.shards(hashes, blocks_from(first, hashes))
         return self.lane.submit(wire.Store(1, shards), ids, event)
 
-    def load(self, hashes: bytes, first: int = 100, skip: int = 0, event: Any = None) -> LaneFuture[Any]:
+    def load(self, hashes: bytes, first: int = 100, skip: int = 0, event: Any = None) -> MessagingFuture[Any]:
         shards, ids = self.shards(hashes, blocks_from(first, hashes), skip)
         return self.lane.submit(wire.Retrieve(1, shards), ids, event)
 
@@ -224,7 +223,7 @@ def test_a_comparison_gives_differences_and_asks_before_the_store_behind_it(rank
     hashes, event = chunks(2), Later()
     shards, ids = rank.shards(hashes, [0, 1, 2, 3])
 
-    def compare(event: Any = None) -> LaneFuture[Any]:
+    def compare(event: Any = None) -> MessagingFuture[Any]:
         return rank.lane.submit(wire.Compare(1, shards, 0.5), ids, event)
 
     first, stored = compare(event), rank.store(hashes, 0, event)
@@ -389,16 +388,6 @@ def test_one_block_for_two_requests_and_a_message_without_any_are_refused(rank: 
         rank.lane.submit(wire.Store(1, []), []).result(0.0)
 
 
-def test_blocks_that_were_not_added_or_were_removed_are_not_copied(rank: Rank) -> None:
-    shards, ids = rank.shards(chunks(1), [0, 1])
-    with pytest.raises(UnknownInstance, match="2"):
-        rank.lane.submit(wire.Store(2, shards), ids).result(0.0)
-    rank.lane.remove(1)
-    with pytest.raises(UnknownInstance, match="1"):
-        rank.lane.submit(wire.Store(1, shards), ids).result(0.0)
-    rank.lane.remove(1)
-
-
 def test_more_operations_than_may_wait_are_refused(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "_MOST_WAITING", 2)
     event = Later()
@@ -558,22 +547,6 @@ def test_a_slice_that_is_being_copied_is_waited_for_and_no_other_follows(
 
 
 @pytest.mark.faults
-def test_what_a_stopped_server_was_asked_is_given_up_and_never_visible(
-    start_depot: StartDepot, make_rank: MakeRank
-) -> None:
-    depot = start_depot()
-    rank, hashes = make_rank(depot), chunks(2)
-    suspend(depot.process.pid)
-    operations = [rank.store(hashes), rank.load(hashes)]
-    assert rank.lane.give_up(operations, 0.05) == 2
-    os.kill(depot.process.pid, signal.SIGCONT)
-    eventually(lambda: is_idle(depot))
-    assert rank.found(hashes) == 0 and rank.blocks.moves == []
-    eventually(lambda: not rank.lane._live)
-    assert rank.store(hashes).result(HANG_S) is True
-
-
-@pytest.mark.faults
 def test_a_silent_server_fails_operations_and_later_gets_its_memory_back(
     start_depot: StartDepot, make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -711,22 +684,10 @@ def test_a_server_that_is_killed_at_any_step_fails_the_copy_and_nothing_else(
     assert np.array_equal(rank.blocks.of([80, 81]), rank.blocks.of([70, 71]))
 
 
-def succeeds(future: LaneFuture[Any]) -> bool:
+def succeeds(future: MessagingFuture[Any]) -> bool:
     with contextlib.suppress(KVDepotError):
         return bool(future.result(HANG_S))
     return False
-
-
-@pytest.mark.faults
-def test_without_a_server_operations_end_once_it_cannot_be_back(start_depot: StartDepot, make_rank: MakeRank) -> None:
-    depot = start_depot()
-    rank = make_rank(depot)
-    kill(depot)
-    with ends():
-        for each in [rank.store(chunks(1)), rank.load(chunks(1))]:
-            with pytest.raises(Unavailable):
-                each.result(GRACE_S + HANG_S)
-    assert not rank.lane._live
 
 
 # -- the end
@@ -785,30 +746,15 @@ def test_blocks_that_are_removed_are_copied_no_more(depot: Depot, rank: Rank) ->
     rank.lane.remove(1, 0.0)
     with pytest.raises(KVDepotError, match="given up"):
         stored.result(0.0)
+    with pytest.raises(UnknownInstance, match="1"):
+        rank.store(hashes).result(0.0)
+    rank.lane.remove(1)
     event.there = True
     other = Blocks()
     rank.lane.add(1, other)
     assert rank.store(hashes, 20).result(HANG_S) is True
     assert rank.load(hashes, 30).result(HANG_S) == [True, True]
     assert np.array_equal(other.of(range(30, 34)), other.of(range(20, 24))) and rank.blocks.moves == []
-
-
-def test_after_a_fork_the_childs_lane_is_closed_and_the_parents_goes_on(rank: Rank) -> None:
-    waiting = rank.store(chunks(1), 0, Later())
-    child = os.fork()
-    if not child:
-        with contextlib.suppress(BaseException):
-            waiting.result(0.0)
-        status = 1
-        with contextlib.suppress(BaseException):
-            try:
-                rank.store(chunks(1)).result(1.0)
-            except BadRequest:
-                rank.lane.close()
-                status = 0
-        os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert not waiting.query() and rank.store(chunks(1)).result(HANG_S) is True
 
 
 def test_threads_that_share_a_lane_get_their_own_bytes(rank: Rank) -> None:

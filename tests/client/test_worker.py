@@ -103,11 +103,14 @@ def test_a_store_that_was_not_whole_in_one_group_is_counted_once(
 def test_one_part_that_did_not_come_fails_its_blocks_and_the_request(worker: WorkerClient, peer: Answering) -> None:
     full = transfer("a", [1, 2, 3, 4], skip_blocks=1)
     window = transfer("a", list(range(10, 18)), group=1, skip_blocks=3)
+    told: list[Operation] = []
+    worker.watch, worker.layouts = told.append, LAYOUTS
     worker.submit_retrieve(["a"], [window, full], None)
     peer.answer([True, True])
     assert worker.poll(set()) == Ended(set(), set()), "one group is still under way"
     peer.answer([True, 1])
     assert worker.poll(set()) == Ended(set(), {"a"})
+    assert [(each.kind, each.chunks, each.done, each.size_bytes) for each in told] == [("retrieve", 4, 3, 330)]
     assert not any(each.unpins for each in peer.asked if isinstance(each, wire.Retrieve))
     assert worker.take_failed_requests() == {"a"}
     assert worker.take_failed_requests() == set() and worker.take_failed_blocks() == set(), "each failure is told once"
@@ -137,11 +140,14 @@ def test_a_group_without_an_answer_fails_all_that_the_request_was_to_load(
 
 
 def test_requests_of_one_store_end_together_and_each_once(worker: WorkerClient, peer: Answering) -> None:
+    told: list[Operation] = []
+    worker.watch, worker.layouts = told.append, LAYOUTS
     worker.submit_store(["a", "b"], [transfer("a", [1, 2]), transfer("b", [3, 4])], None)
     assert worker.poll({"a", "never stored"}) == Ended({"never stored"}, set())
     peer.answer(True)
     assert worker.poll({"b"}) == Ended({"a", "b"}, set())
     assert worker.poll({"a"}) == Ended(set(), set()), "told twice"
+    assert [(each.kind, each.chunks, each.done, each.size_bytes) for each in told] == [("store", 2, 2, 400)]
     assert worker.counters["stores_dropped"] == 0
 
 
@@ -164,7 +170,7 @@ def test_nothing_to_copy_ends_at_once_and_asks_nobody(worker: WorkerClient, peer
 def test_what_is_no_event_is_refused_and_leaves_nothing_under_way(worker: WorkerClient) -> None:
     with pytest.raises(BadRequest, match="not an event"):
         worker.submit_store(["a"], [transfer("a", [1, 2])], "soon")
-    assert not worker.stores
+    assert not worker.store_futures
 
 
 def test_stores_and_comparisons_of_requests_are_given_up_and_others_go_on(

@@ -150,13 +150,13 @@ def test_requests_beyond_the_rate_are_refused_and_a_status_counts_more() -> None
     server = harness(max_rate=16)
     server.hello(b"one")
     server.hello(b"two")
-    answers = [ask(server, b"one", wire.Status()) for _ in range(5)]
+    answers = [ask(server, b"one", wire.GetStatus()) for _ in range(5)]
     assert [isinstance(answer, Busy) for answer in answers] == [False] * 3 + [True] * 2
     assert ask(server, b"two", wire.Noop()) == "ok"
     assert server.depot.counters["requests_refused"] == 2
     server.tick(1.0, 1000.0)
     server.tick(2.0, 1001.0)
-    assert not isinstance(ask(server, b"one", wire.Status()), KVDepotError)
+    assert not isinstance(ask(server, b"one", wire.GetStatus()), KVDepotError)
 
 
 def test_a_list_of_leases_counts_by_their_number_and_can_always_be_asked_for() -> None:
@@ -165,9 +165,9 @@ def test_a_list_of_leases_counts_by_their_number_and_can_always_be_asked_for() -
         for client in (b"one", b"two"):
             server.hello(client)
         for number in range(1000):
-            request = wire.Lease(f"{number}", "retain", "m", 1, 1, bytes(32))
+            request = wire.TakeLease(f"{number}", "retain", "m", 1, 1, bytes(32))
             assert server.depot.handle(b"one", b"", request) and len(server.depot.leases) == number + 1
-        answers = [ask(server, b"two", wire.Leases()) for _ in range(served + 1)]
+        answers = [ask(server, b"two", wire.ListLeases()) for _ in range(served + 1)]
         assert [isinstance(answer, Busy) for answer in answers] == [False] * served + [True]
 
 
@@ -203,7 +203,7 @@ def test_a_server_that_is_told_so_stops_when_no_engine_was_there_for_so_long() -
     server.tick(5001.0, 0.0)
     server.hello(b"probe")  # `kvdepot status`, a scrape, the web page: they keep no server alive
     for second in (5030.0, 5060.0):
-        ask(server, b"probe", wire.Status())
+        ask(server, b"probe", wire.GetStatus())
         server.tick(second, 0.0)
     assert not server.stops
     server.tick(5061.0, 0.0)

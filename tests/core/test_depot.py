@@ -535,8 +535,8 @@ def test_models_of_several_chunk_sizes_are_counted_in_their_own_tokens(desk: Des
     desk.assert_empty()
 
 
-def retain(chain: ChunkChain, chunk_tokens: int) -> wire.Lease:
-    return wire.Lease("p", "retain", "m", 1, PER_CHUNK, bytes(chain.hashes), chunk_tokens=chunk_tokens)
+def retain(chain: ChunkChain, chunk_tokens: int) -> wire.TakeLease:
+    return wire.TakeLease("p", "retain", "m", 1, PER_CHUNK, bytes(chain.hashes), chunk_tokens=chunk_tokens)
 
 
 def test_a_lookup_is_asked_of_its_own_chunk_size_only(desk: Desk) -> None:
@@ -659,13 +659,13 @@ class DepotMachine(RuleBasedStateMachine):
             answer = self.desk.answers.get(self.asked[-1]) if self.asked else None
             assert answer is None or isinstance(answer, KVDepotError) or self.desk.depot.client(client) is None
 
-    @rule(client=CLIENTS, kind=st.sampled_from([wire.Noop, wire.Clear, wire.Status, wire.ChunkSize]))
+    @rule(client=CLIENTS, kind=st.sampled_from([wire.Noop, wire.Clear, wire.GetStatus, wire.ChunkSize]))
     def ask_something(self, client: bytes, kind: type[Any]) -> None:
         self.send(client, kind())
 
     @rule(client=CLIENTS, model=MODELS)
     def forget(self, client: bytes, model: str) -> None:
-        self.send(client, wire.Forget(model))
+        self.send(client, wire.ForgetChunks(model))
 
     @precondition(lambda self: self.desk.depot.removals)
     @rule()

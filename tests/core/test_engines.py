@@ -97,9 +97,9 @@ def test_an_engine_is_faulty_once_whatever_the_number_of_its_faulty_workers(serv
 
 def test_what_is_no_engine_leaves_no_line(server: Harness, caplog: pytest.LogCaptureFixture) -> None:
     server.hello(b"probe", engine="seven")
-    ask(server, b"probe", wire.Status())
+    ask(server, b"probe", wire.GetStatus())
     ask(server, b"probe", wire.Lookup("llama", 1, 1, "warm", 0, bytes(32)))  # `kvdepot warm`
-    ask(server, b"probe", wire.Lease("mine", "retain", "llama", 1, 1, bytes(32)))
+    ask(server, b"probe", wire.TakeLease("mine", "retain", "llama", 1, 1, bytes(32)))
     server.die(b"probe")
     assert lines(caplog) == []
     server.hello(b"engine", engine="seven")

@@ -40,7 +40,7 @@ def desk() -> Desk:
 def test_a_forget_is_answered_at_its_end_and_lookups_meanwhile(desk: Desk) -> None:
     chain = prompt("a", 5)
     desk.ask(b"one", store(chain))
-    asked = desk.send(b"one", wire.Forget())
+    asked = desk.send(b"one", wire.ForgetChunks())
     turns = 0
     while asked not in desk.answers:
         assert desk.depot.next_deadline() == 0.0, "the loop must not wait for anybody"
@@ -65,9 +65,9 @@ def test_what_would_be_forgotten_is_counted_some_chunks_at_a_time_and_stays(desk
         turns += 1
     assert turns == 5
     size = (desk.index.allocator.capacity - desk.index.allocator.free_bytes) // 5
-    assert desk.answers[asked] == [2, 2 * size]
-    assert desk.ask(b"one", wire.Count()) == [5, 5 * size]
-    assert desk.ask(b"one", wire.Count("another model")) == [0, 0]
+    assert desk.answers[asked] == wire.ChunkTotal(2, 2 * size)
+    assert desk.ask(b"one", wire.Count()) == wire.ChunkTotal(5, 5 * size)
+    assert desk.ask(b"one", wire.Count("another model")) == wire.ChunkTotal(0, 0)
     assert desk.ask(b"one", lookup(chain)) == 3
     assert desk.depot.counters["forgotten_chunks"] == 0 and desk.index.chunks == 5
 
@@ -75,7 +75,7 @@ def test_what_would_be_forgotten_is_counted_some_chunks_at_a_time_and_stays(desk
 def test_who_dies_while_it_forgets_is_not_answered_and_all_of_it_goes(desk: Desk) -> None:
     desk.hello(b"two")
     desk.ask(b"one", store(prompt("a", 5)))
-    asked = [desk.send(b"two", request) for request in (wire.Forget(), wire.Clear())]
+    asked = [desk.send(b"two", request) for request in (wire.ForgetChunks(), wire.Clear())]
     desk.die(b"two")
     desk.settle()  # which notices an answer to the dead
     assert not desk.answers.keys() & set(asked) and desk.index.chunks == 0
@@ -83,7 +83,7 @@ def test_who_dies_while_it_forgets_is_not_answered_and_all_of_it_goes(desk: Desk
 
 def test_a_server_that_ends_removes_all_that_it_was_asked_to(desk: Desk) -> None:
     desk.ask(b"one", store(prompt("a", 5)))
-    asked = [desk.send(b"one", request) for request in (wire.Clear(), wire.Forget())]
+    asked = [desk.send(b"one", request) for request in (wire.Clear(), wire.ForgetChunks())]
     desk.act(desk.depot.stop_waiting())
     assert desk.index.chunks == 0 and [desk.answers[each] for each in asked] == [None, {"memory": 4}]
 
@@ -91,8 +91,8 @@ def test_a_server_that_ends_removes_all_that_it_was_asked_to(desk: Desk) -> None
 def test_a_seventeenth_is_refused_with_nothing_done(desk: Desk) -> None:
     desk.ask(b"one", store(prompt("a", 30)))
     desk.ask(b"one", store(prompt("b", 20), model="n"))
-    asked = [desk.send(b"one", wire.Clear("m") if i % 2 else wire.Forget("m")) for i in range(16)]
-    for request in (wire.Clear("n"), wire.Forget("n")):
+    asked = [desk.send(b"one", wire.Clear("m") if i % 2 else wire.ForgetChunks("m")) for i in range(16)]
+    for request in (wire.Clear("n"), wire.ForgetChunks("n")):
         assert isinstance(desk.answers[desk.send(b"one", request)], Busy)
     desk.settle()
     assert all(not isinstance(desk.answers[each], Busy) for each in asked)
@@ -104,7 +104,7 @@ def test_what_is_being_forgotten_leaves_memory_without_being_saved_first() -> No
     host = new_host(("disk:///d?write=on_evict", tier), pages=16)
     host.depot.removals.step_chunks = 1
     host.ask(b"one", store(prompt("a", 14)))
-    asked = host.send(b"one", wire.Forget())
+    asked = host.send(b"one", wire.ForgetChunks())
     while host.tier_tasks:
         host.work()
     host.send(b"one", store(prompt("b", 6)))
@@ -120,7 +120,7 @@ def test_an_answer_that_must_come_before_memory_was_gone_through_says_so() -> No
     host = new_host(MemoryTier())
     host.depot.removals.step_chunks = 1
     host.find(b"one", store(prompt("a", 6)))
-    asked = host.send(b"one", wire.Forget())
+    asked = host.send(b"one", wire.ForgetChunks())
     while host.tier_tasks:
         host.work()
     host.pass_time(26.0)

@@ -47,7 +47,7 @@ def test_the_chunks_of_a_prompt_are_told_with_what_holds_them(desk: Desk) -> Non
     stored = chain("a", 1, 2, 3)
     desk.ask(b"one", store(stored))
     desk.ask(b"one", lookup(chain("a", 1, 2)))
-    desk.ask(b"one", wire.Lease("keep", "retain", "m", 1, BLOCKS, bytes(stored.hashes)))
+    desk.ask(b"one", wire.TakeLease("keep", "retain", "m", 1, BLOCKS, bytes(stored.hashes)))
     desk.tick(130.0, 1030.0)
     asked = chain("a", 1, 2, 3, 4)
     found = inspect(desk, hashes=bytes(asked.hashes))

@@ -29,8 +29,8 @@ from tests.core.test_quotas import engine, pages
 from tests.tiers.faulty import MemoryTier
 
 
-def lease(chain: ChunkChain, name: str = "l", kind: str = "retain", **options: Any) -> wire.Lease:
-    return wire.Lease(name, kind, "m", 1, PER_CHUNK, bytes(chain.hashes), **options)
+def lease(chain: ChunkChain, name: str = "l", kind: str = "retain", **options: Any) -> wire.TakeLease:
+    return wire.TakeLease(name, kind, "m", 1, PER_CHUNK, bytes(chain.hashes), **options)
 
 
 def drop(chain: ChunkChain, **options: Any) -> wire.Drop:
@@ -244,11 +244,11 @@ def test_another_tenants_forget_ends_no_lease_of_chunks_that_have_expired() -> N
     desk.ask(blue, store(chain))
     assert desk.ask(blue, lease(chain)) == 3
     desk.tick(101.0, 1101.0)
-    desk.ask(red, wire.Forget("nothing"))
+    desk.ask(red, wire.ForgetChunks("nothing"))
     assert names(desk, "blue") == {"l"}
     desk.ask(blue, store(chain))
     assert has(desk, blue, chain) == 3
-    desk.ask(blue, wire.Forget())
+    desk.ask(blue, wire.ForgetChunks())
     assert names(desk, "blue") == set()
     desk.assert_empty()
 

@@ -236,7 +236,7 @@ def test_a_lease_waits_too_and_ends_with_its_name(desk: Desk) -> None:
     chain = prompt("a", 3)
     begin(desk, store(chain))
     asked, gone = (
-        desk.send(b"two", wire.Lease(name, "retain", "m", 1, PER_CHUNK, bytes(chain.hashes)))
+        desk.send(b"two", wire.TakeLease(name, "retain", "m", 1, PER_CHUNK, bytes(chain.hashes)))
         for name in ("name", "gone")
     )
     assert unheard(desk, asked) and unheard(desk, gone)
@@ -600,7 +600,7 @@ def test_a_lookup_sent_again_after_its_chunks_were_forgotten_finds_none() -> Non
     desk = with_prompts("a", chunks=4)
     asked = desk.send(b"one", queued(lookup(prompt("a", 4), "a")))
     assert desk.answers[asked] == 4
-    desk.ask(b"two", wire.Forget("m"))
+    desk.ask(b"two", wire.ForgetChunks("m"))
     again(desk, asked, queued(lookup(prompt("a", 4), "a")))
     assert desk.answers[asked] == 0
 

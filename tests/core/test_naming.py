@@ -42,8 +42,8 @@ def test_engines_share_what_one_digest_names(one: str, other: str, found: int) -
         desk.settle()
         (told,) = desk.depot.status().namespaces
         assert (told.model, told.engines) == (one, 2)
-        assert desk.ask(b"two", wire.Count(other))[0] == 3
-        desk.ask(b"two", wire.Forget(other))
+        assert desk.ask(b"two", wire.Count(other)).chunks == 3
+        desk.ask(b"two", wire.ForgetChunks(other))
         desk.settle()
         assert desk.ask(b"one", lookup(chain, "again", model=one)) == 0
 
@@ -63,6 +63,6 @@ def test_a_question_gives_a_model_no_name() -> None:
     desk = Desk()
     desk.hello(b"one")
     desk.ask(b"one", wire.Count(SECOND))
-    desk.ask(b"one", wire.Forget("x" * (wire.MAX_REQUEST_ID + 1) + SECOND))
+    desk.ask(b"one", wire.ForgetChunks("x" * (wire.MAX_REQUEST_ID + 1) + SECOND))
     desk.ask(b"one", _register(FIRST))
     assert [each.model for each in desk.depot.status().namespaces] == [FIRST]

@@ -45,7 +45,7 @@ class Asked:
     is_forgotten: its chunks were forgotten after they had been placed."""
 
     number: tuple[bytes, bytes]
-    request: wire.Store | wire.Retrieve | wire.Compare
+    request: wire.Copying
     format: BlockFormat
     copying: Copying | None = None
     written: int = 0
@@ -306,7 +306,7 @@ class PlacementMachine(RuleBasedStateMachine):
         if not is_wanted:
             return
         self._connect(name)
-        self.desk.send(name, wire.Forget())
+        self.desk.send(name, wire.ForgetChunks())
         self.desk.expire()
         for each in self.asked:
             each.is_forgotten |= each.copying is not None

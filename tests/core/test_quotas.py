@@ -90,7 +90,7 @@ def test_a_status_tells_everybody_of_all_tenants_and_a_tenant_of_itself_alone(de
     assert told(desk, "blue").keys() == {"blue"}
     assert told(desk, "other") == {}, "what the others have together is not for one of them"
     for client, tenant in ((blue, "blue"), (red, "red")):
-        assert [each.tenant for each in desk.ask(client, wire.Status()).tenants] == [tenant]
+        assert [each.tenant for each in desk.ask(client, wire.GetStatus()).tenants] == [tenant]
 
 
 def test_a_lower_cap_and_a_shorter_time_to_live_take_effect_in_steps() -> None:
@@ -315,7 +315,7 @@ def test_leases_of_a_salts_prompts_have_the_budget_of_its_account(desk: Desk) ->
 
     def lease(name: str, chain: ChunkChain, chunks: int, salt: bytes) -> object:
         hashes = bytes(chain.hashes[: 32 * chunks])
-        return desk.ask(client, wire.Lease(name, "retain", "m", 1, PER_CHUNK, hashes, salt))
+        return desk.ask(client, wire.TakeLease(name, "retain", "m", 1, PER_CHUNK, hashes, salt))
 
     assert lease("a", theirs, 12, b"") == 12, "half of the 24 pages above the floor"
     assert isinstance(lease("b", prompt("theirs", 12), 1, b""), Busy)

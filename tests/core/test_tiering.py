@@ -724,7 +724,7 @@ def test_ended_tier_searches_are_not_kept_until_their_deadline(tier: MemoryTier)
 def test_forgets_do_not_pile_up(tier: MemoryTier) -> None:
     host = new_host(tier)
     for _ in range(3000):
-        host.send(b"one", wire.Forget("none"))
+        host.send(b"one", wire.ForgetChunks("none"))
     assert len(host.tier_tasks) <= 1024
 
 

@@ -26,23 +26,23 @@ def test_tiers_forget_models_by_prefix_and_the_answer_says_others_may_remain(tie
         host.find(b"one", store(prompt("a", 2), model=f"team-x/m{i}"))
     host.find(b"one", store(prompt("a", 2), model="team-y/m"))
     assert len(tier.objects) == host.index.chunks == 302
-    said = host.find(b"one", wire.Forget("team-x/"))
+    said = host.find(b"one", wire.ForgetChunks("team-x/"))
     assert (said.pop("memory"), said.pop("disk:///d")) == (300, 300)
     assert "150" in said["error"] and "'team-x/'" in said["error"]  # the tier may have others
     assert len(tier.objects) == host.index.chunks == 2
-    assert host.find(b"one", wire.Forget("team-x/m0")) == {"memory": 0, "disk:///d": 0}
+    assert host.find(b"one", wire.ForgetChunks("team-x/m0")) == {"memory": 0, "disk:///d": 0}
     host.assert_quiet()
 
 
 def test_a_model_that_only_a_tier_knows_is_forgotten_by_its_whole_name(tier: MemoryTier) -> None:
     here, there = new_host(tier, model="team-x/m"), new_host(tier, model="other")
     here.find(b"one", store(prompt("a", 3), model="team-x/m"))
-    left = there.find(b"one", wire.Forget("team-x/"))
+    left = there.find(b"one", wire.ForgetChunks("team-x/"))
     assert (left["memory"], left["disk:///d"], len(tier.objects)) == (0, 0, 3)
     assert "whole names" in left["error"]
-    assert there.find(b"one", wire.Forget("team-x/m")) == {"memory": 0, "disk:///d": 3}
-    assert "error" in there.find(b"one", wire.Forget("team-x/m"))  # for all that anybody here can know
-    assert here.find(b"one", wire.Forget("team-x/m")) == {"memory": 3, "disk:///d": 0}
+    assert there.find(b"one", wire.ForgetChunks("team-x/m")) == {"memory": 0, "disk:///d": 3}
+    assert "error" in there.find(b"one", wire.ForgetChunks("team-x/m"))  # for all that anybody here can know
+    assert here.find(b"one", wire.ForgetChunks("team-x/m")) == {"memory": 3, "disk:///d": 0}
 
 
 def test_a_tier_that_cannot_forget_says_so(tier: MemoryTier) -> None:
@@ -50,7 +50,7 @@ def test_a_tier_that_cannot_forget_says_so(tier: MemoryTier) -> None:
     host = new_host(faulty)
     host.find(b"one", store(prompt("a", 3)))
     faulty.inject(down=1)
-    said = host.find(b"one", wire.Forget())
+    said = host.find(b"one", wire.ForgetChunks())
     assert said == {"memory": 3, "disk:///d": "not forgotten: injected: the store is unavailable"}
 
 
@@ -59,7 +59,7 @@ def test_what_was_being_saved_when_it_was_forgotten_is_forgotten_after_that() ->
     for late in (0, 1):  # whether the save fails after it has happened
         host = new_host(tier)
         host.ask(b"one", store(prompt("a", 1)))
-        forgotten = host.send(b"one", wire.Forget())
+        forgotten = host.send(b"one", wire.ForgetChunks())
         tier.inject(late=late)
         host.work()
         tier.inject()
@@ -90,7 +90,7 @@ def stamped(tier: MemoryTier) -> tuple[Host, Host]:
     return here, there
 
 
-FORGET = wire.Forget("m", writer="bad")
+FORGET = wire.ForgetChunks("m", writer="bad")
 
 
 def test_what_a_writer_saved_is_forgotten_in_a_tier_and_what_it_saves_later_is_not(tier: MemoryTier) -> None:
@@ -113,7 +113,7 @@ def test_a_refused_object_is_removed_and_a_forgotten_model_leaves_no_stamps(tier
     assert len(tier.objects) == 9
     assert there.find(b"one", look(prompt("bad", 4))) == 0
     assert len(tier.objects) == 5, "one save's objects of the other writer, and its stamp"
-    there.find(b"one", wire.Forget("m"))
+    there.find(b"one", wire.ForgetChunks("m"))
     assert not tier.objects
 
 
@@ -180,14 +180,14 @@ def test_a_tenant_that_forgets_all_forgets_in_tiers_where_no_engine_is(tier: Mem
     assert host.find(b"one", store(chain)) is True
     assert len(tier.objects) == 3
     assert host.ask(b"one", wire.Unregister(1)) is None  # the engine stops; its chunks stay
-    assert host.find(b"one", wire.Forget()) == {"memory": 3, "disk:///d": 3}
+    assert host.find(b"one", wire.ForgetChunks()) == {"memory": 3, "disk:///d": 3}
     assert not tier.objects
 
 
 def test_a_lease_that_ends_while_it_looks_behind_memory_does_not_begin_after_that() -> None:
     host = new_host(MemoryTier())
     host.find(b"one", store(prompt("a", 2)))
-    pinning = host.send(b"one", wire.Lease("name", "retain", "m", 1, PER_CHUNK, bytes(prompt("a", 3).hashes)))
+    pinning = host.send(b"one", wire.TakeLease("name", "retain", "m", 1, PER_CHUNK, bytes(prompt("a", 3).hashes)))
     unpinning = host.send(b"one", wire.EndLease("name"))
     assert (host.answers[pinning], host.answers[unpinning]) == (0, False)
     host.rest()

@@ -74,7 +74,7 @@ def test_an_evicted_chunk_is_named_with_the_time_since_then(desk: Desk) -> None:
     desk.tick(130.0, 1030.0)
     assert ends(desk, old) == (2, "evicted", hash_at(old, 2))
     assert why(desk).lookups[0].gone_s == 30
-    desk.ask(b"one", wire.Forget())
+    desk.ask(b"one", wire.ForgetChunks())
     assert ends(desk, old, "later") == (0, "removed", hash_at(old, 0))
     desk.register(b"one", 2, fingerprint=b"g" * 32)
     desk.ask(b"one", store(chain(9), 2, model="other"))

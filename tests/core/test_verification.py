@@ -136,7 +136,7 @@ def test_chunks_that_are_gone_or_not_comparable_count_as_unknown(desk: Desk) -> 
     assert compare(desk, b"two", prompt("q", 4)) == wire.Comparison()
     assert compare(desk, b"two", prompt("p", 4), *[float("nan")] * 4) == wire.Comparison(unknown=4, writers=by("first"))
     asked = desk.send(b"two", wire.Compare(1, [shards(prompt("p", 4))], LIMIT))
-    forgotten = desk.send(b"one", wire.Forget("m"))
+    forgotten = desk.send(b"one", wire.ForgetChunks("m"))
     for copying in desk.copies:
         desk.finish(copying, sums=[1] * 4, differences=[[1.0]] * 4)
     assert desk.answers[asked] == wire.Comparison(), "forgotten meanwhile"
@@ -187,7 +187,7 @@ def test_a_comparison_says_how_far_it_met_each_writer(desk: Desk) -> None:
 def test_what_one_writer_has_stored_can_be_forgotten(desk: Desk) -> None:
     assert desk.ask(b"two", store(prompt("p", 6), first=4, end=6)) is True
     assert desk.ask(b"two", store(prompt("q", 3))) is True
-    assert desk.ask(b"two", wire.Forget("m", writer="second")) == {"memory": 5}
+    assert desk.ask(b"two", wire.ForgetChunks("m", writer="second")) == {"memory": 5}
     assert found(desk, b"one", prompt("p", 6)) == 4
     assert found(desk, b"one", prompt("q", 3)) == 0
 

@@ -183,7 +183,7 @@ class Watcher:
         self._client = MessageQueueClient(depot.url, depot.context)
 
     def status(self) -> dict[str, Any]:
-        answer: dict[str, Any] = self._client.ask(wire.Status()).result(HANG_S)
+        answer: dict[str, Any] = self._client.ask(wire.GetStatus()).result(HANG_S)
         return answer
 
     def clear(self) -> None:

@@ -73,7 +73,7 @@ class TailEngine:
 
     def under_way(self) -> list[str]:
         self.worker.client.pump()
-        return [name for name, stores in self.worker.stores.items() if not all(each.done() for each in stores)]
+        return [name for name, stores in self.worker.store_futures.items() if not all(each.done() for each in stores)]
 
     def found(self, tails: list[int]) -> int:
         """Look up the prompt with these tails, load the end of what is found and check it; returns its tokens."""

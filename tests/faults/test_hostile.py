@@ -111,7 +111,7 @@ def test_requests_that_lie_are_refused_whole(scene: Scene) -> None:
     ids=repr,
 )  # fmt: skip
 def test_a_store_whose_completion_lies_is_not_stored_and_holds_nothing(scene: Scene, lie: dict[str, Any]) -> None:
-    placement = msgspec.convert(scene.ask(wire.Store(7, [shards()])), wire.Placement)
+    placement = scene.ask(wire.Store(7, [shards()]))
     honest = wire.Complete(placement.operation, placement.boot, True, [0, 0])
     lied = msgspec.structs.replace(honest, **lie)
     if lied.copied:
@@ -126,7 +126,7 @@ def test_a_store_whose_completion_lies_is_not_stored_and_holds_nothing(scene: Sc
 
 def test_who_completes_what_is_not_its_own_changes_nothing(scene: Scene) -> None:
     """Numbers of operations are those of a client's own requests, so that others use the same."""
-    placement = msgspec.convert(scene.ask(wire.Store(7, [shards()])), wire.Placement)
+    placement = scene.ask(wire.Store(7, [shards()]))
     other = MessageQueueClient(scene.depot.url, scene.depot.context)
     try:
         for number in (placement.operation, placement.operation + 1, 0, -1, 1 << 63):

@@ -144,7 +144,7 @@ def test_an_engine_that_is_credited_can_load_whatever_was_evicted_meanwhile(host
     follower.wait(lambda router: credited(router) == {i: dict.fromkeys(PODS[:2], there[i]) for i in there})
     assert not follower.router.twice
     with contextlib.closing(Client(host.depot.url, host.depot.context)) as client:
-        client.ask(wire.Forget()).result(HANG_S)
+        client.ask(wire.ForgetChunks()).result(HANG_S)
     follower.wait(lambda router: credited(router) == {})
     assert not any(follower.router.counts.values())
 
@@ -167,7 +167,7 @@ def test_after_a_crash_engines_are_credited_again_with_what_survived(host: Host)
 
 def test_a_server_without_kv_events_wants_no_descriptions(start_depot: StartDepot) -> None:
     engine, tokens = Engine(start_depot(arena_mib=1), TOPICS[0]), prompt(1, 1)
-    assert not engine.scheduler.client.wants_tokens
+    assert not engine.scheduler.client.welcome.wants_tokens
     chain = engine.store_prompt(tokens)  # which describes it to servers that want it
     described = wire.Describe(chain.root, bytes(chain.hashes), pack_ids(tokens, "token ids"), CHUNK)
     with pytest.raises(BadRequest, match="publishes no token ids"):

@@ -102,7 +102,7 @@ def test_a_sequence_forgotten_during_a_get_is_not_served(running: Running, start
     program = start_program(server.url)
     program.pause("get", 3, seed=1, count=COUNT)
     with admin.connect(server.url) as client:
-        forgetting = client.ask(wire.Forget())
+        forgetting = client.ask(wire.ForgetChunks())
         eventually(lambda: ns.contains(random_tokens(COUNT, 1)) == 0)
         assert program.ask("resume") == [0, True]
         assert forgetting.result(HANG_S)["memory"] == 6
@@ -119,7 +119,7 @@ def test_a_sequence_forgotten_during_a_put_is_not_found(
     program = start_program(server.url)
     program.pause("put", 3, seed=1, count=COUNT)
     with admin.connect(server.url) as client:
-        forgetting = client.ask(wire.Forget())
+        forgetting = client.ask(wire.ForgetChunks())
         eventually(lambda: isinstance(client.ask(wire.ChunkSize()).result(HANG_S), int))  # the server has read it
         assert program.ask("resume") == 0
         forgetting.result(HANG_S)

@@ -267,10 +267,7 @@ def test_layouts_with_one_fingerprint_agree_on_every_byte_of_a_chunk(data: st.Da
         views = [strided(name, shape, order, padding, "float8_e4m3fn") for name in "ab"]
         layouts.append((build_layout(views, [0, 0]), views))
     one, two = ((layout, chunk_contents(layout, views, [0, 0], [2, 0])) for layout, views in layouts)
-    if one[0].fingerprint == two[0].fingerprint:
-        assert one[1] == two[1]
-    elif one[1] != two[1]:
-        assert one[0].fingerprint != two[0].fingerprint
+    assert one[0].fingerprint != two[0].fingerprint or one[1] == two[1]
 
 
 @given(st.data())
@@ -322,22 +319,6 @@ def test_whatever_changes_the_meaning_of_a_byte_changes_the_fingerprint() -> Non
 # -- what a server is told
 
 
-GOOD = Layout([Mapping("m", 1000)], [Segment(0, 100, 90, 90), Segment(0, 0, 100, 10)], 10, b"f" * 32)
-
-
-def changed(**fields: object) -> Layout:
-    values = {name: getattr(GOOD, name) for name in ("mappings", "segments", "num_blocks", "fingerprint")}
-    return Layout(**{**values, **fields})  # type: ignore[arg-type]
-
-
-@given(tensors())
-@settings(max_examples=30, deadline=None)
-def test_a_server_is_told_the_bytes_of_a_block_and_the_fingerprint(given: Tensors) -> None:
-    layout = given.build()
-    layout.format.check()
-    assert layout.format == BlockFormat(layout.fingerprint, sum(segment.size for segment in layout.segments))
-
-
 @pytest.mark.parametrize(
     "given",
     [BlockFormat(b"f" * 31, 1), BlockFormat(b"", 1)]
@@ -357,31 +338,6 @@ def test_a_chunk_copied_whole_is_one_block_whose_fingerprint_has_its_meaning() -
 
 
 # -- what a worker checks
-
-
-def test_a_layout_that_ends_with_the_last_byte_of_its_mapping_is_good() -> None:
-    GOOD.check()
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        changed(mappings=[Mapping("m", 999)]),
-        changed(segments=[]),
-        changed(mappings=[]),
-        changed(segments=[Segment(1, 0, 10, 10)]),
-        changed(segments=[Segment(-1, 0, 10, 10)]),
-        changed(segments=[Segment(0, 2**62, 90, 90)]),
-        changed(segments=[Segment(0, -1, 90, 90)]),
-        changed(segments=[GOOD.segments[0]] * (MAX_SEGMENTS + 1)),
-        changed(mappings=[Mapping("m", -1000)]),
-        changed(fingerprint=b"f" * 31),
-        changed(fingerprint=b""),
-    ],
-)
-def test_a_layout_that_lies_outside_its_memory_is_refused(layout: Layout) -> None:
-    with pytest.raises(LayoutError):
-        layout.check()
 
 
 @given(st.integers(-5, 60), st.integers(-5, 30), st.integers(-5, 30), st.integers(-1, 6), st.integers(0, 120))

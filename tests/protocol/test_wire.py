@@ -180,11 +180,6 @@ _requests: st.SearchStrategy[wire.Request] = st.one_of(
 )
 
 
-def is_placement(value: Any) -> bool:
-    """Whether the answer is one: operation, arena, boot, and then lists of chunks and places."""
-    return isinstance(value, list) and len(value) == 5 and isinstance(value[1], str) and isinstance(value[2], bytes)
-
-
 # Nothing is shrunk: where an answer is missing, every step of that costs a deadline.
 @settings(many, max_examples=60, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
@@ -200,11 +195,11 @@ def test_any_sequence_of_messages_is_answered_one_by_one_and_leaves_nothing_held
         answers = dict(client.receive() for _ in sent)
         assert sorted(answers) == list(range(1000, 1000 + len(sent)))
         assert not [value for value in answers.values() if isinstance(value, errors.InternalError)], (sent, answers)
-        for placed in [value for value in answers.values() if is_placement(value)]:
-            assert type(client.ask(wire.Complete(placed[0], placed[2], copied=False))) in (bool, list)
+        for placed in [value for value in answers.values() if isinstance(value, wire.Placement)]:
+            assert type(client.ask(wire.Complete(placed.operation, placed.boot, copied=False))) in (bool, list)
         for request in ("", "a", "b"):
             assert client.ask(wire.EndSession(request)) is None
-        status = client.ask(wire.Status())
+        status = client.ask(wire.GetStatus())
         assert (status["reserved_shards"], status["holds"], status["operations"]) == (0, 0, 0)
         for instance in range(4):
             assert client.ask(wire.Unregister(instance)) is None
@@ -259,16 +254,10 @@ def test_any_bytes_are_a_reply_that_names_its_request_and_server_or_none(frame: 
         assert frame.startswith(number.to_bytes(wire.ID_BYTES, "little") + boot)
 
 
-@given(_ANSWERS)
+@given(_ANSWERS | _PLACEMENTS)
 def test_an_answer_survives_the_way_back(value: Any) -> None:
     frame = wire.encode_answer((7).to_bytes(8, "little"), b"bootboot", value)
     assert wire.decode_reply(frame) == (7, b"bootboot", value)
-
-
-@given(_PLACEMENTS)
-def test_a_placement_survives_the_way_back(placement: wire.Placement) -> None:
-    _, _, value = wire.decode_reply(wire.encode_answer(bytes(8), placement.boot, placement))
-    assert is_placement(value) and msgspec.convert(value, wire.Placement) == placement
 
 
 def test_an_error_survives_the_way_back_with_its_class_and_words_but_long_ones() -> None:

@@ -88,9 +88,9 @@ def test_more_clients_than_open_files_allow_wait_until_others_have_left(start_de
             assert crowd.stdout is not None
             served, refused = map(int, crowd.stdout.readline().split())
             assert served + refused == 100
-            eventually(lambda: living.ask(wire.Status()).result(HANG_S)["counters"]["connections_refused"])
+            eventually(lambda: living.ask(wire.GetStatus()).result(HANG_S)["counters"]["connections_refused"])
             assert server.process.poll() is None, server.logged()
-            assert served > 0, (living.ask(wire.Status()).result(HANG_S), server.logged())
+            assert served > 0, (living.ask(wire.GetStatus()).result(HANG_S), server.logged())
             assert refused > 0
             assert living.ask(wire.Noop()).result(HANG_S) == "ok"
         assert crowd.returncode == 0
@@ -105,7 +105,7 @@ def test_more_clients_than_open_files_allow_wait_until_others_have_left(start_de
                 client.close()
 
         eventually(another_is_served)
-        eventually(lambda: living.ask(wire.Status()).result(HANG_S)["clients"] == 1)
+        eventually(lambda: living.ask(wire.GetStatus()).result(HANG_S)["clients"] == 1)
     before = cpu_s(server.process.pid)
     living.wait(lambda: False, 2.0)
     assert cpu_s(server.process.pid) - before < 0.5, "an idle server spins"
@@ -123,9 +123,9 @@ url, kind = sys.argv[1:]
 socket = Raw(types.SimpleNamespace(url=url, context=zmq.Context())).hello()._socket
 frames = {
     "lookups": wire.encode_request(1, wire.Lookup("flood", 1, 0, "r", 1, bytes(32))),
-    "status": wire.encode_request(1, wire.Status()),
+    "status": wire.encode_request(1, wire.GetStatus()),
     "garbage": bytes(8) + b"garbage",
-    "reads nothing": wire.encode_request(1, wire.Status()),
+    "reads nothing": wire.encode_request(1, wire.GetStatus()),
 }
 frame = frames[kind]
 print(flush=True)

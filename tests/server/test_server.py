@@ -195,7 +195,7 @@ def test_an_arena_whose_name_was_taken_away_is_told_and_whose_else_is_left_alone
     client.learn_chunk_size(HANG_S)
     path = SHM / server.name
     path.unlink()
-    eventually(lambda: client.ask(wire.Status()).result(HANG_S)["unreachable"])
+    eventually(lambda: client.ask(wire.GetStatus()).result(HANG_S)["unreachable"])
     assert client.ask(wire.Noop()).result(HANG_S) == "ok", "who is connected goes on"
     other = MessageQueueClient(server.url, server.context)
     with pytest.raises(ArenaError, match=f"{path} was removed or replaced while it ran.*restart the server"):
@@ -233,10 +233,10 @@ def test_a_removed_folder_of_the_socket_is_reported_and_used_again(start_depot: 
     client = MessageQueueClient(server.url, server.context)
     client.learn_chunk_size(HANG_S)
     shutil.rmtree(folder)
-    told = eventually(lambda: client.ask(wire.Status()).result(HANG_S)["unreachable"])
+    told = eventually(lambda: client.ask(wire.GetStatus()).result(HANG_S)["unreachable"])
     assert told == "the folder of the unix socket was removed"
     folder.mkdir(mode=0o700)
-    eventually(lambda: not client.ask(wire.Status()).result(HANG_S)["unreachable"])
+    eventually(lambda: not client.ask(wire.GetStatus()).result(HANG_S)["unreachable"])
     assert "another file" not in server.logged()
     client.close()
     assert server.stop() == 0
@@ -329,7 +329,7 @@ def test_a_file_that_lies_where_a_servers_socket_was_is_told_and_left_alone(star
     other = socket_path(server).with_suffix(".other")
     other.write_text("somebody else's")
     other.rename(socket_path(server))
-    eventually(lambda: "socket" in client.ask(wire.Status()).result(HANG_S)["unreachable"])
+    eventually(lambda: "socket" in client.ask(wire.GetStatus()).result(HANG_S)["unreachable"])
     eventually(lambda: "another file has replaced the unix socket" in server.logged())
     client.close()
     server.process.kill()

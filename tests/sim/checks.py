@@ -205,7 +205,8 @@ class Checks:
         """An answer is the deepest boundary that memory can restore; looking behind memory has not made it shorter."""
         # Whose answer nobody wants any more is told nothing.
         given_up = (
-            isinstance(self.doing, wire.EndSession | wire.Lookup | wire.Lease | wire.EndLease) and value == wire.MISS
+            isinstance(self.doing, wire.EndSession | wire.Lookup | wire.TakeLease | wire.EndLease)
+            and value == wire.MISS
         )
         waited_s = self.world.now - since
         is_awaited = not given_up and not self.draining and not request.hurries

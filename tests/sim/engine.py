@@ -246,7 +246,7 @@ class Engine(Processes):
         what = self.world.random.choice(["model", "model", "salt", "all", "all"])
         model, salt = self.model.name if what == "model" else "", salt_tag("tenant") if what == "salt" else b""
         self.world.note(f"{self.name} forgets {what}")
-        self.scheduler.client.ask(wire.Forget(model, salt))
+        self.scheduler.client.ask(wire.ForgetChunks(model, salt))
 
     def pin(self) -> None:
         """Pin a prompt's head by name, whatever was pinned under it before; or unpin that. Without waiting."""
@@ -279,7 +279,7 @@ class Engine(Processes):
 
         salt = salt_tag(stream.salt)
         chunk = model.blocks_in_chunk, b"".join(keys), salt, model.chunk_tokens, ttl_s
-        client.ask(wire.Lease(name, "retain", model.name, model.world_size, *chunk), hear)
+        client.ask(wire.TakeLease(name, "retain", model.name, model.world_size, *chunk), hear)
 
     def _unpinned(self, name: str, number: int) -> None:
         server = self.host.server
@@ -501,7 +501,7 @@ class Engine(Processes):
             passed.append([number for number in table if number < first])
         if not any(passed):
             return
-        if any(request.id in table for worker in self.workers for table in (worker.stores, worker.comparisons)):
+        if any(request.id in table for worker in self.workers for table in (worker.store_futures, worker.comparisons)):
             self.world.counters["groups_passed_while_storing"] += 1
             if self.world.chance(0.95):
                 return

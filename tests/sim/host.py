@@ -124,10 +124,6 @@ class Client(MessageQueueClient):
         )
         host.clients.append(self)
 
-    @property
-    def lookup_s(self) -> float:
-        return self._connection.welcome.lookup_s
-
     def now(self) -> float:
         return self.host.world.now
 
@@ -140,7 +136,7 @@ class Client(MessageQueueClient):
             due += self._connection.welcome.lookup_s
 
         def hear(value: Any) -> Any:
-            if isinstance(request, wire.Lease):
+            if isinstance(request, wire.TakeLease):
                 return value if convert is None else convert((self._boot_heard, value))
             if isinstance(request, wire.Lookup):
                 self.lookup_boots[request.request] = self._boot_heard

@@ -131,11 +131,11 @@ class _Odd:
         server = self._host.server
         assert server is not None
         if not server.depot.removals:  # else its own waits for those
-            assert self._ask(wire.Count()) == [0, 0]
+            assert self._ask(wire.Count()) == {"chunks": 0, "bytes": 0}
             if truth:
                 assert self._ask(wire.Inspect(hashes=key)) == []
             assert self._ask(wire.Clear()) is None
-        assert not read(self._ask(wire.Status())).namespaces, "a tenant is told of another's"
+        assert not read(self._ask(wire.GetStatus())).namespaces, "a tenant is told of another's"
         assert self._ask(wire.EndSession("r")) is None
         trail = self._ask(wire.Why())
         assert isinstance(trail, UnknownRequest) or trail["tenant"] == _TENANT, "a tenant is told of another's request"
@@ -148,7 +148,8 @@ class _Odd:
         for request in (
             wire.Lookup("m", 1, 0, "r", 1, draw.randbytes(64)), wire.Retrieve(1, [part]), wire.Store(1, [part] * 2),
             wire.Describe(bytes(32), bytes(32), bytes(64), 16), wire.Inspect("m", bytes(32)),
-            wire.Lease("name", "retain", "m", 1, 1, bytes(32)), wire.Unregister(7), wire.EndSession("r"), wire.Why("r"),
+            wire.TakeLease("name", "retain", "m", 1, 1, bytes(32)), wire.Unregister(7), wire.EndSession("r"),
+            wire.Why("r"),
         ):  # fmt: skip
             self._number += 1
             frame = bytearray(wire.encode_request(self._number, request))

@@ -367,7 +367,7 @@ class Server(Checks, Harness):
             self.world.counters["late_load_used"] += not keys.isdisjoint(self._late_keys)
             self._retrieves[asked] = self._meant(identity, request)
             self.world.counters["copy_asked_again"] += self._is_under_way(identity, number)
-        elif isinstance(request, wire.Forget):
+        elif isinstance(request, wire.ForgetChunks):
             forgot = self._forgetting[asked] = self.host.forgettings.begin(request.model, request.salt)
             self._removing.append(forgot)
             for namespace in self.index.namespaces.all():
@@ -382,7 +382,7 @@ class Server(Checks, Harness):
         if self.depot.removals:
             self.world.counters[f"{type(request).__name__.lower()}_while_removing"] += 1
         Harness.deliver(self, identity, frame)
-        if isinstance(request, wire.Forget):
+        if isinstance(request, wire.ForgetChunks):
             named = self.host.named
             for name in [name for name in named if self.depot.leases._find("", name) is None]:
                 self.world.counters["pin_forgotten"] += 1

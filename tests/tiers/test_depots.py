@@ -89,7 +89,7 @@ def test_what_a_writer_stored_is_forgotten_after_a_kill_and_where_only_a_tier_ha
     kind: str, start_depot: StartDepot, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     url = f"disk://{tmp_path}/kv?capacity_gib=1" if kind == "disk" else request.getfixturevalue(f"{kind}_url")
-    bad = wire.Forget("toy", writer="bad")
+    bad = wire.ForgetChunks("toy", writer="bad")
     one = start_depot("--tiers", url)
     with engine(one, writer="bad") as here, engine(one, writer="good") as other:
         assert other.store(2, CHUNKS)

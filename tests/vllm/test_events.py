@@ -35,7 +35,7 @@ class Desk:
 
     def __init__(self, most: int = 100) -> None:
         self.peer: Any = Answering()
-        self.peer.wants_tokens = True
+        self.peer.welcome = wire.Welcome(wire.VERSION, CHUNK, wants_tokens=True)
         self.descriptions = Descriptions(SchedulerClient(self.peer, ShardSpec("m", 1, 0, CHUNK, 2)), most)
 
     def told(self) -> list[bytes]:

@@ -180,7 +180,7 @@ def test_what_is_forgotten_after_it_was_found_is_not_copied(depot: Depot, start:
     copied = loads(engine)
     made = add(engine, "found", tokens)
     with admin.connect(depot.url) as client:
-        client.ask(wire.Forget()).result(HANG_S)
+        client.ask(wire.ForgetChunks()).result(HANG_S)
     engine.finish()
     check(made)
     assert not copied and engine.worker.begun["found"] == [0]

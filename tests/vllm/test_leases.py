@@ -53,7 +53,7 @@ class Desk:
 
     def _short(self, message: Any) -> Any:
         match message:
-            case wire.Lease():
+            case wire.TakeLease():
                 assert (message.model, message.world_size, message.chunk_tokens) == ("m", 2, CHUNK)
                 assert not message.drops
                 chunks = len(message.hashes) // HASH_BYTES

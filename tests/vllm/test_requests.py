@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 from vllm import SamplingParams
@@ -251,7 +252,8 @@ def test_a_lookup_is_hurried_once_after_the_time_of_computing(vllm_depot: Depot,
     half = steps.connector._scheduler
     depot = half._depot
     try:
-        half._depot, peer.lookup_s = SchedulerClient(cast(Any, peer), depot.spec), 1e9
+        half._depot = SchedulerClient(cast(Any, peer), depot.spec)
+        peer.welcome = msgspec.structs.replace(peer.welcome, lookup_s=1e9)
         one = request(list(range(512)))
         steps.connector.on_new_request(one)
         for is_measured in (False, True):
@@ -272,7 +274,7 @@ def test_pins_of_a_load_end_when_the_rest_of_the_prompt_is_stored(vllm_depot: De
 
     def told_saved() -> int:
         """Tokens that ended sessions saved; one connection's messages keep their order."""
-        return int(connector._scheduler._depot.client.ask(wire.Status()).result(60.0)["saved"]["tokens"])
+        return int(connector._scheduler._depot.client.ask(wire.GetStatus()).result(60.0)["saved"]["tokens"])
 
     before = told_saved()
     one = request(list(range(512)))

@@ -70,8 +70,8 @@ class Worker:
         """Once nothing is under way: blocks that failed to load, and stores that were dropped."""
 
         def is_idle() -> bool:
-            self.half.get_finished(Orders(ended=set(self.depot.stores)))
-            return not self.depot.stores and not self.depot.retrieves
+            self.half.get_finished(Orders(ended=set(self.depot.store_futures)))
+            return not self.depot.store_futures and not self.depot.retrieve_futures
 
         eventually(is_idle)
         return self.half.get_block_ids_with_load_errors(), self.depot.counters["stores_dropped"]

@@ -84,7 +84,7 @@ def test_an_engine_without_a_server_starts_one_that_a_second_engine_shares(
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: pid_at(home.url) not in (0, pid))
     with admin.connect(home.url, timeout_s=HANG_S) as client:
-        eventually(lambda: client.ask(wire.Status()).result(HANG_S)["instances"] == 1)
+        eventually(lambda: client.ask(wire.GetStatus()).result(HANG_S)["instances"] == 1)
     # One that is back within a second was not lost, and is not told of as that.
     eventually(lambda: second.logged().count(f"{home.url} is back") == second.logged().count(f"{home.url} is lost"))
     said = second.logged().splitlines()
@@ -136,7 +136,7 @@ def test_an_engines_own_server_serves_all_its_processes_and_is_gone_after_them(
     (arena,) = set(SHM.glob(pattern)) - before
     url = home_url().replace("depot.sock", f"engine-{arena.name.rpartition('-')[2]}.sock")
     with admin.connect(url, timeout_s=HANG_S) as client:
-        eventually(lambda: client.ask(wire.Status()).result(HANG_S)["instances"] == 2)
+        eventually(lambda: client.ask(wire.GetStatus()).result(HANG_S)["instances"] == 2)
     pid = pid_at(url)
     assert pid
     cold = engine.run(tokens)

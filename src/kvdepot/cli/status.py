@@ -52,10 +52,10 @@ def status(watch: float | None, shows_page: bool, server: options.Address, as_js
     try:
         with connect(server) as client:
             if shows_page:
-                return _show_page(client.ask(wire.Status()).result(_ANSWER_S), place, as_json)
+                return _show_page(client.ask(wire.GetStatus()).result(_ANSWER_S), place, as_json)
             while True:
                 try:
-                    _show(client.ask(wire.Status()).result(_ANSWER_S), place, as_json, watch is not None)
+                    _show(client.ask(wire.GetStatus()).result(_ANSWER_S), place, as_json, watch is not None)
                 except KVDepotError as exc:
                     if watch is None:
                         raise

@@ -92,7 +92,7 @@ class Top(App[None]):
         now = time.monotonic()
         if not self._is_paused and self._future is None and now >= self._due:
             self._due = now + self._interval
-            self._future = self._client.ask(wire.Status(), deadline_s=_ANSWER_S)
+            self._future = self._client.ask(wire.GetStatus(), deadline_s=_ANSWER_S)
 
     def _take(self, future: MessagingFuture[object]) -> None:
         try:

@@ -142,7 +142,7 @@ def lease(
     terms: LeaseTerms = _RETAINED,
     progress: Callable[[int], None] = lambda chunks: None,
 ) -> int:
-    """Begin a lease of a prompt's chunks under a name, in place of one with the same name; see wire.Lease.
+    """Begin a lease of a prompt's chunks under a name, in place of one with the same name; see wire.TakeLease.
 
     Returns how many chunks are leased so far; unless its kind is expire, it first loads them from the tiers, and blocks
     until no more arrive. progress: see `warm`. Raises BadRequest, or Busy if the lease exceeds its tenant's budget.
@@ -165,8 +165,8 @@ def drop(client: Client, prompt: PromptChunks, keep: int = 0) -> int:
 
 
 def leases(client: Client) -> list[LeaseStatus]:
-    """The leases that this client may see; see wire.Leases."""
-    return answer(client, wire.Leases(), list[LeaseStatus])
+    """The leases that this client may see; see wire.ListLeases."""
+    return answer(client, wire.ListLeases(), list[LeaseStatus])
 
 
 def inspect(client: Client, model: str, hashes: bytes, timeout_s: float = ANSWER_S) -> list[ChunkStatus]:
@@ -191,13 +191,8 @@ class Preview(msgspec.Struct, frozen=True):
     """The chunks and bytes that `forget` would remove from memory, and from each tier at most all that it holds (None
     where that is unknown), since a tier cannot count by model or salt."""
 
-    memory: MemoryPreview
+    memory: wire.ChunkTotal
     tiers: dict[str, TierPreview]
-
-
-class MemoryPreview(msgspec.Struct, frozen=True):
-    chunks: int
-    bytes: int
 
 
 class TierPreview(msgspec.Struct, frozen=True):
@@ -207,9 +202,8 @@ class TierPreview(msgspec.Struct, frozen=True):
 
 def preview(client: Client, model: str, salt: str) -> Preview:
     """The chunks that `forget` would remove now."""
-    chunks, size = answer(client, wire.Count(model, salt_tag(salt)), tuple[int, int])
-    tiers = {tier.name: TierPreview(tier.objects, tier.bytes) for tier in status(client).tiers}
-    return Preview(MemoryPreview(chunks, size), tiers)
+    found = answer(client, wire.Count(model, salt_tag(salt)), wire.ChunkTotal)
+    return Preview(found, {tier.name: TierPreview(tier.objects, tier.bytes) for tier in status(client).tiers})
 
 
 def unknown_model(client: Client, model: str) -> str:
@@ -227,7 +221,7 @@ def forget(client: Client, model: str, salt: str, timeout_s: float = ANSWER_S) -
 
     Returns by place (memory or a tier) the number of chunks removed, or what went wrong.
     """
-    return answer(client, wire.Forget(model, salt_tag(salt)), dict[str, int | str], timeout_s)
+    return answer(client, wire.ForgetChunks(model, salt_tag(salt)), dict[str, int | str], timeout_s)
 
 
 def not_forgotten(said: Mapping[str, object]) -> list[str]:
@@ -236,13 +230,13 @@ def not_forgotten(said: Mapping[str, object]) -> list[str]:
 
 
 def status(client: Client, timeout_s: float = ANSWER_S) -> Status:
-    return read(client.ask(wire.Status(), deadline_s=timeout_s).result(timeout_s))
+    return read(client.ask(wire.GetStatus(), deadline_s=timeout_s).result(timeout_s))
 
 
 def set_quota(client: Client, tenant: str, quota: Quota | None, salt: str = "") -> None:
     """Give a tenant a quota until the server ends; None: none.
 
-    salt: not the tenant itself, but its requests with this cache salt; only the salt's tag is sent.
+    salt: the quota is for the tenant's requests with this cache salt, not for the tenant; only the salt's tag is sent.
     """
     client.ask(wire.SetQuota(tenant, quota, salt_tag(salt))).result(ANSWER_S)
 

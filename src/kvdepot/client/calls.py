@@ -54,7 +54,8 @@ def convert(request: wire.Request, kind: type[T], value: object) -> T:
 
 
 def read_hit(value: object, lookup: wire.Lookup) -> wire.Hit:
-    """The answer to a lookup. Raises ProtocolError for one that is malformed, or names what was not asked for."""
+    """The answer to a lookup. Raises ProtocolError for an answer that is malformed, or names chunks that the lookup
+    does not."""
     hit = convert(lookup, wire.Hit, value)
     most = len(lookup.hashes) // HASH_BYTES
     if hit.tail is not None:

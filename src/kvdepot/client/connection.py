@@ -21,7 +21,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvdepot.client.phases import TRANSITIONS, Change, Phase
-from kvdepot.client.requests import COPY, LASTING, Done, PendingRequest, Requests
+from kvdepot.client.requests import LASTING, Done, PendingRequest, Requests
 from kvdepot.client.servers import Handshake, Introduction, LifeWatch, ServerRun
 from kvdepot.errors import (
     Busy,
@@ -65,8 +65,8 @@ class Connection:
         watch: Callable[[str, bytes], LifeWatch],
         clock: Callable[[], float],
     ) -> None:
-        """introduction: what our hello says about us. send: sends a frame; False where there is no connection. watch:
-        watches the server of an arena and incarnation, or raises a KVDepotError."""
+        """introduction: what our hello says about us. send: sends a frame; False without a connection. watch: watches
+        the server of an arena and incarnation, or raises a KVDepotError."""
         self.phase = Phase.APART
         self._closed: KVDepotError = Unavailable("this client is closed")
         self.incarnation = b""  # of the server that last welcomed us
@@ -100,7 +100,7 @@ class Connection:
 
     @property
     def lost_s(self) -> float:
-        """Seconds since the server that had welcomed us was lost; 0 if it is not, or only hangs."""
+        """Seconds since the server that had welcomed us was lost; 0 while that server runs, even if it hangs."""
         if not self.has_met or self._lost_at is None or self._is_running():
             return 0.0
         return self._clock() - self._lost_at
@@ -180,7 +180,7 @@ class Connection:
             self.requests.parked.discard(number)
 
     def _ask_own(self, request: wire.Hello | wire.Prove) -> bool:
-        """Send a message of the handshake; whether it was sent."""
+        """Send a message of the handshake. Returns whether it was sent."""
         number = next(self._numbers)
         if not self._send(wire.encode_request(number, request)):
             return False
@@ -313,8 +313,10 @@ class Connection:
             self._until = self._clock() + _GONE_CHECK_S
         if self._own is not None and self._own[0] == number:
             is_trusted = opened is not None or not self._handshake.is_sealed
-            if is_trusted or isinstance(self._own[1], wire.Hello) or isinstance(value, KVDepotError):
-                self._take_own(self._own[1], value, incarnation)
+            is_hello = isinstance(self._own[1], wire.Hello)
+            if is_trusted or is_hello or isinstance(value, KVDepotError):
+                self._own = None
+                (self._take_proof if is_hello else self._take_welcome)(value, incarnation)
             return  # else without the seal that it should have; the sender of an error may not have the key yet
         pending = self.requests.pending.get(number)
         if pending is None:
@@ -334,18 +336,10 @@ class Connection:
             self.requests.settle(pending.request, value)
         self.requests.end(number, value)
 
-    def _take_own(self, request: wire.Request, value: object, incarnation: bytes) -> None:
-        """Handle the answer to our hello or proof."""
-        self._own = None
-        if isinstance(request, wire.Hello):
-            self._take_proof(value, incarnation)
-        else:
-            self._take_welcome(value, incarnation)
-
     def _repeat(self, number: int, pending: PendingRequest, value: KVDepotError) -> bool:
-        """The server does not know us: say hello, then send this again. Whether it will be sent again."""
+        """The server does not know us: say hello, and then send the request again. Returns whether that will happen."""
         request = pending.request
-        is_known = isinstance(request, COPY) and request.instance in self.requests.registrations
+        is_known = isinstance(request, wire.Copying) and request.instance in self.requests.registrations
         is_wrong = isinstance(value, UnknownInstance) and not is_known
         if is_wrong or not pending.may_repeat or pending.refusals >= _MAX_REPEATS:
             return False
@@ -378,9 +372,8 @@ class Connection:
     def _end_handshake(self) -> None:
         """The answer to our hello or proof is overdue."""
         assert self._own is not None
-        error = DeadlineExceeded(f"no answer to {type(self._own[1]).__name__} in time")
         if self.has_met:
-            self._refused(error)
+            self._refused(DeadlineExceeded(f"no answer to {type(self._own[1]).__name__} in time"))
         else:
             self._leave()  # the server is slow to answer: say hello again while callers wait
 

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import zmq
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from kvdepot.client.lane import Lane
     from kvdepot.client.operations import BlockIds
-    from kvdepot.devices.blocks import BlockMemory
+    from kvdepot.devices.blocks import BlockMemory, DeviceEvent
 
 __all__ = [
     "IPCCacheEngineKey",
@@ -79,21 +79,20 @@ class RequestType(enum.Enum):
     """`[]` -> None"""
 
 
-_RESPONSES: dict[RequestType, type[object]] = {
-    RequestType.LOOKUP: int,
-    RequestType.STORE: bool,
-    RequestType.RETRIEVE: list,
-    RequestType.GET_CHUNK_SIZE: int,
-    RequestType.NOOP: str,
-}
-"""Types of the answers that are not None."""
-
-
 def get_response_class(request_type: RequestType) -> type[object]:
     """The type of a request's answer. Raises BadRequest for anything but a request type."""
-    if not isinstance(request_type, RequestType):
-        raise BadRequest(f"{request_type!r} is not a request type")
-    return _RESPONSES.get(request_type, type(None))
+    match request_type:
+        case RequestType.LOOKUP | RequestType.GET_CHUNK_SIZE:
+            return int
+        case RequestType.STORE:
+            return bool
+        case RequestType.RETRIEVE:
+            return list
+        case RequestType.NOOP:
+            return str
+        case RequestType():
+            return type(None)
+    raise BadRequest(f"{request_type!r} is not a request type")
 
 
 @dataclass(frozen=True)
@@ -101,8 +100,7 @@ class IPCCacheEngineKey:
     """Names chunks: those of tokens `[start, end)` of a prompt, or one chunk by the engine's own hash.
 
     token_ids: from the prompt's start. worker_id: the KV rank; None on lookups. request_id: for sessions; it takes no
-    part in equality.
-    Raises BadRequest unless exactly one of token_ids and chunk_hash is given.
+    part in equality. Raises BadRequest unless exactly one of token_ids and chunk_hash is given.
     """
 
     model_name: str
@@ -150,8 +148,8 @@ def wrap_kv_caches(kv_caches: dict[str, torch.Tensor]) -> list[KVCacheHandle]:
 
 
 def open_tested(layout: Layout, tensors: Iterable[torch.Tensor]) -> tuple[list[BlockMemory], str]:
-    """The memory of these tensors' blocks, which random bytes have passed both ways; or none, and what is wrong with
-    their device, which is logged. Blocks some milliseconds. Raises LayoutError."""
+    """Open the memory of these tensors' blocks, and copy random bytes both ways. Returns the memory and no fault; or
+    none, and what is wrong with the device, which is logged. Blocks some milliseconds. Raises LayoutError."""
     from kvdepot.devices import open_blocks
     from kvdepot.devices.self_test import test_blocks
 
@@ -235,116 +233,9 @@ class PromptChains:
             self._chains.pop(request_id, None)
 
 
-class Translated(msgspec.Struct):
-    """A message, and how to make the contract's answer from its answer."""
-
-    request: wire.Request
-    convert: Callable[[object], object] = lambda value: value
-    block_ids: list[BlockIds] = []
-    """The blocks of a store or retrieve, for each of its shards."""
-    after_device: bool = False
-    """Whether to copy only after all work queued on the tensors' device so far."""
-
-
-Naming: TypeAlias = Callable[[IPCCacheEngineKey], tuple[bytes, int, bytes]]
-"""Returns parent, depth and hashes of the chunks that a key names."""
-
-
-def translate(
-    request_type: RequestType, payloads: list[Any], chunk_size: int, chains: PromptChains
-) -> Translated | None:
-    """The message for a request of the contract; None for one without a whole chunk. Raises BadRequest."""
-    naming: Naming = partial(_name_chunks, chunk_size, chains)
-    try:
-        match request_type:
-            case RequestType.UNREGISTER_KV_CACHE:
-                return Translated(wire.Unregister(payloads[0]))
-            case RequestType.LOOKUP:
-                return _translate_lookup(payloads[0], naming)
-            case RequestType.STORE | RequestType.RETRIEVE:
-                return _translate_transfer(request_type, payloads, naming)
-            case RequestType.END_SESSION:
-                chains.drop(payloads[0])
-                return Translated(wire.EndSession(payloads[0]))
-            case RequestType.GET_CHUNK_SIZE:
-                return Translated(wire.ChunkSize())
-            case RequestType.NOOP:
-                return Translated(wire.Noop())
-            case RequestType.CLEAR:
-                return Translated(wire.Clear())
-    except (ValueError, IndexError, TypeError, AttributeError) as exc:
-        raise BadRequest(f"payloads of {request_type.name}: {exc}") from exc
-    raise BadRequest(f"{request_type!r} is not a request type")
-
-
-def nothing_to_do(request_type: RequestType, payloads: list[Any]) -> int | bool | list[bool]:
-    if request_type is RequestType.LOOKUP:
-        return 0
-    return True if request_type is RequestType.STORE else [not payloads[2]] * len(payloads[0])
-
-
-def _name_chunks(chunk_size: int, chains: PromptChains, key: IPCCacheEngineKey) -> tuple[bytes, int, bytes]:
-    if key.chunk_hash is not None:
-        return b"", 0, engine_hash(key.chunk_hash)
-    return chains.name(key.request_id, cast(tuple[int, ...], key.token_ids), chunk_size, key.start, key.end)
-
-
-def _translate_lookup(keys: IPCCacheEngineKey | Sequence[IPCCacheEngineKey], naming: Naming) -> Translated | None:
-    keys = [keys] if isinstance(keys, IPCCacheEngineKey) else list(keys)
-    hashes = b"".join(naming(key)[2] for key in keys)
-    if not hashes:
-        return None
-    first: IPCCacheEngineKey = keys[0]
-    chained = len(keys) == 1 and first.token_ids is not None and first.start == 0
-    request = first.request_id or ""
-    lookup = wire.Lookup(first.model_name, first.world_size, 0, request, first.world_size, hashes, chained)
-    return Translated(lookup, lambda value: read_hit(value, lookup).chunks)
-
-
-def _translate_transfer(request_type: RequestType, payloads: list[Any], naming: Naming) -> Translated | None:
-    from kvdepot.client.operations import BlockIds  # commands, which import this module, start sooner without numpy
-
-    keys, instance, block_ids, event_handle = payloads
-    if not all(isinstance(key, IPCCacheEngineKey) for key in keys):
-        raise BadRequest("keys must be a list of IPCCacheEngineKey")
-    named = [naming(key) for key in keys]
-    counts = [len(hashes) // HASH_BYTES for _, _, hashes in named]
-    if not sum(counts):
-        return None
-    if len(block_ids) % sum(counts):
-        raise BadRequest(f"{len(block_ids)} block ids for {sum(counts)} chunks")
-    blocks, packed = len(block_ids) // sum(counts), pack_block_ids(block_ids)
-    shards: list[wire.Shards] = []
-    ids: list[bytes] = []
-    done = 0
-    for key, (parent, depth, hashes), count in zip(keys, named, counts, strict=True):
-        own = packed[4 * blocks * done : 4 * blocks * (done + count)]
-        done += count
-        if not count:
-            continue
-        if key.worker_id is None:
-            raise BadRequest("a store or retrieve key needs a worker_id")
-        whose = key.request_id or "", key.model_name, key.world_size, key.worker_id
-        last = shards[-1] if shards else None
-        is_next = last is not None and whose == (last.request, last.model, last.world_size, last.rank)
-        if last is not None and is_next and not parent and not last.parent:
-            shards[-1] = msgspec.structs.replace(last, hashes=last.hashes + hashes)
-            ids[-1] += own
-        else:
-            shards.append(wire.Shards(*whose, parent, depth, hashes, blocks))
-            ids.append(own)
-    block_ids = [BlockIds.unpack(each) for each in ids]
-    # The process that made an event cannot open its handle. But the work before the event is already queued on the
-    # device, so an event that is recorded now comes after it.
-    after_device = bool(event_handle)
-    if request_type is RequestType.STORE:
-        return Translated(wire.Store(instance, shards), block_ids=block_ids, after_device=after_device)
-
-    def per_key(value: object) -> list[bool]:
-        results = iter(check_type(value, list))
-        return [count > 0 and all(list(itertools.islice(results, count))) for count in counts]
-
-    return Translated(wire.Retrieve(instance, shards), per_key, block_ids, after_device)
+Naming: TypeAlias = tuple[bytes, int, bytes]
+"""Parent, depth and hashes of the chunks that a key names."""
+Convert: TypeAlias = Callable[[object], object]
 
 
 class MessageQueueClient(Client):
@@ -377,52 +268,102 @@ class MessageQueueClient(Client):
         for tensors that cannot be described, Unavailable where no server tells its chunk size.
         """
         expected = get_response_class(request_type) if response_cls is None else response_cls
-        if request_type is RequestType.REGISTER_KV_CACHE:
-            return self._register(payloads, expected)
-        needs_chunk_size = request_type in (RequestType.LOOKUP, RequestType.STORE, RequestType.RETRIEVE)
-        if needs_chunk_size and not self.chunk_size:
+        check = partial(check_type, expected=expected)
+        if request_type in (RequestType.LOOKUP, RequestType.STORE, RequestType.RETRIEVE) and not self.chunk_size:
             self.learn_chunk_size(CONNECT_S)
-        call = translate(request_type, payloads, self.chunk_size, self.chains)
-        if call is None:
-            return MessagingFuture.resolved(nothing_to_do(request_type, payloads))
-        return self.submit_call(call, expected)
-
-    def _register(self, payloads: list[Any], expected: type[object]) -> MessagingFuture[Any]:
         try:
-            instance, handles = payloads
-            views = [handle.view for handle in handles]
-            layout = build_layout(views, find_block_axes(views))
-        except (ValueError, TypeError, AttributeError) as exc:
-            raise BadRequest(f"payloads of {RequestType.REGISTER_KV_CACHE.name}: {exc}") from exc
+            match request_type:
+                case RequestType.REGISTER_KV_CACHE:
+                    return self._register(check, *payloads)
+                case RequestType.UNREGISTER_KV_CACHE:
+                    self._leave(payloads[0], _GIVE_UP_S)
+                    return self.ask(wire.Unregister(payloads[0]), check)
+                case RequestType.LOOKUP:
+                    return self._look_up(payloads[0], check)
+                case RequestType.STORE | RequestType.RETRIEVE:
+                    return self._transfer(check, request_type, *payloads)
+                case RequestType.END_SESSION:
+                    self.chains.drop(payloads[0])
+                    return self.ask(wire.EndSession(payloads[0]), check)
+                case RequestType.GET_CHUNK_SIZE:
+                    return self.ask(wire.ChunkSize(), check)
+                case RequestType.NOOP:
+                    return self.ask(wire.Noop(), check)
+                case RequestType.CLEAR:
+                    return self.ask(wire.Clear(), check)
+        except (ValueError, IndexError, TypeError, AttributeError) as exc:
+            raise BadRequest(f"payloads of {request_type.name}: {exc}") from exc
+        raise BadRequest(f"{request_type!r} is not a request type")
+
+    def _register(self, check: Convert, instance: int, handles: list[KVCacheHandle]) -> MessagingFuture[Any]:
+        views = [handle.view for handle in handles]
+        layout = build_layout(views, find_block_axes(views))
         blocks, fault = open_tested(layout, [handle.tensor for handle in handles])
         self._leave(instance, 0.0)
         for each in blocks:
             self.lane.add(instance, each)
             self._opened[instance] = each
-        return self.ask(wire.Register(instance, layout.format, fault=fault), partial(check_type, expected=expected))
-
-    def submit_call(self, call: Translated, expected: type[object]) -> MessagingFuture[Any]:
-        """Send a request that has been translated; its answer must be `expected`. Blocks as `submit_request`."""
-        request = call.request
-
-        def convert(value: object) -> object:
-            return check_type(call.convert(value), expected)
-
-        if isinstance(request, wire.Store | wire.Retrieve):
-            from kvdepot.devices import record_event
-
-            memory = self.lane.memory(request.instance)
-            event = record_event(memory.device) if call.after_device and memory is not None else None
-            return self.lane.submit(request, call.block_ids, event, convert)
-        if isinstance(request, wire.Unregister):
-            self._leave(request.instance, _GIVE_UP_S)
-        return self.ask(request, convert)
+        return self.ask(wire.Register(instance, layout.format, fault=fault), check)
 
     def _leave(self, instance: int, timeout_s: float) -> None:
         """Copy an instance's blocks no more."""
         self.lane.remove(instance, timeout_s)
         if instance in self._opened:
             self._opened.pop(instance).close()
+
+    def _name(self, key: IPCCacheEngineKey) -> Naming:
+        if key.chunk_hash is not None:
+            return b"", 0, engine_hash(key.chunk_hash)
+        assert key.token_ids is not None
+        return self.chains.name(key.request_id, key.token_ids, self.chunk_size, key.start, key.end)
+
+    def _look_up(self, keys: IPCCacheEngineKey | list[IPCCacheEngineKey], check: Convert) -> MessagingFuture[Any]:
+        keys = [keys] if isinstance(keys, IPCCacheEngineKey) else list(keys)
+        hashes = b"".join(self._name(key)[2] for key in keys)
+        if not hashes:
+            return MessagingFuture.resolved(0)
+        first = keys[0]
+        chained = len(keys) == 1 and first.token_ids is not None and first.start == 0
+        shape, ranks = (first.model_name, first.world_size, 0), first.world_size
+        lookup = wire.Lookup(*shape, first.request_id or "", ranks, hashes, chained)
+        return self.ask(lookup, lambda value: check(read_hit(value, lookup).chunks))
+
+    def _transfer(
+        self, check: Convert, kind: RequestType, keys: list[IPCCacheEngineKey], instance: int,
+        block_ids: Sequence[int], handle: bytes,
+    ) -> MessagingFuture[Any]:  # fmt: skip
+        from kvdepot.client.operations import BlockIds  # commands, which import this module, start sooner without numpy
+        from kvdepot.devices import record_event
+
+        if not all(isinstance(key, IPCCacheEngineKey) for key in keys):
+            raise BadRequest("keys must be a list of IPCCacheEngineKey")
+        named = [self._name(key) for key in keys]
+        counts = [len(hashes) // HASH_BYTES for _, _, hashes in named]
+        if not sum(counts):
+            return MessagingFuture.resolved(True if kind is RequestType.STORE else [not block_ids] * len(keys))
+        if len(block_ids) % sum(counts):
+            raise BadRequest(f"{len(block_ids)} block ids for {sum(counts)} chunks")
+        packed, shards = pack_block_ids(block_ids), _make_shards(keys, named, len(block_ids) // sum(counts))
+        ends = itertools.accumulate((4 * len(each.hashes) // HASH_BYTES * each.blocks for each in shards), initial=0)
+        ids = [BlockIds.unpack(packed[start:end]) for start, end in itertools.pairwise(ends)]
+        # The process that made an event cannot open its handle. But the work before the event is already queued on the
+        # device, so an event that is recorded now comes after it.
+        memory = self.lane.memory(instance)
+        event = record_event(memory.device) if handle and memory is not None else None
+        if kind is RequestType.STORE:
+            return self.copy_blocks(wire.Store(instance, shards), ids, event, check)
+
+        def per_key(value: object) -> object:
+            results = iter(check_type(value, list))
+            return check([count > 0 and all(list(itertools.islice(results, count))) for count in counts])
+
+        return self.copy_blocks(wire.Retrieve(instance, shards), ids, event, per_key)
+
+    def copy_blocks(
+        self, request: wire.Copying, block_ids: list[BlockIds], event: DeviceEvent | None, convert: Convert
+    ) -> MessagingFuture[Any]:
+        """Store or retrieve; see Lane.submit. Never blocks."""
+        return self.lane.submit(request, block_ids, event, convert)
 
     def close(self) -> None:
         """Close the connection; requests under way fail with Unavailable. Safe twice.
@@ -434,3 +375,22 @@ class MessageQueueClient(Client):
             while self._opened:
                 self._opened.popitem()[1].close()
             super().close()
+
+
+def _make_shards(keys: list[IPCCacheEngineKey], named: list[Naming], blocks: int) -> list[wire.Shards]:
+    """The shards of keys that name chunks; consecutive hash keys of one request are one run. Raises BadRequest."""
+    shards: list[wire.Shards] = []
+    for key, (parent, depth, hashes) in zip(keys, named, strict=True):
+        if not hashes:
+            continue
+        if key.worker_id is None:
+            raise BadRequest("a store or retrieve key needs a worker_id")
+        made = wire.Shards(
+            key.request_id or "", key.model_name, key.world_size, key.worker_id, parent, depth, hashes, blocks
+        )
+        last = shards[-1] if shards and not parent else made
+        if last is not made and msgspec.structs.replace(last, hashes=hashes) == made:
+            shards[-1] = msgspec.structs.replace(last, hashes=last.hashes + hashes)
+        else:
+            shards.append(made)
+    return shards

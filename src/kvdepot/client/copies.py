@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-
 from kvdepot.errors import ArenaError, ProtocolError, Unavailable
 from kvdepot.memory.arena_view import ArenaView
 from kvdepot.memory.extents import checksum
@@ -43,24 +41,12 @@ class Arenas:
             return found
 
 
-def read_placement(value: object) -> wire.Placement | None:
-    """The placement that a server has answered with; None for another answer, which is final. Raises ProtocolError."""
-    if not (isinstance(value, list) and len(value) == len(wire.Placement.__struct_fields__)):
-        return None
-    if not isinstance(value[1], str):  # of a retrieve: whether it has filled each chunk
-        return None
-    try:
-        return msgspec.convert(value, wire.Placement)
-    except msgspec.ValidationError as exc:
-        raise ProtocolError(f"the server's placement is malformed: {exc}") from exc
-
-
 def carry(view: ArenaView, placement: wire.Placement, size: int, copy: Callable[[ArenaView], None]) -> wire.Complete:
     """Copy the chunks of a placement, and sum what is to be summed. Returns the message that completes the operation.
 
-    size: bytes of a chunk. copy: moves the bytes of all places, and has stopped when it returns or raises. Raises
-    Unavailable if the server has been replaced, ProtocolError for places that are none, and what `copy` raises; the
-    operation is then completed with `give_back`.
+    size: bytes of a chunk. copy: moves the bytes of all places, and has stopped when it returns or raises. Raises what
+    `copy` raises, Unavailable if the server has been replaced, ProtocolError for places outside the arena; then
+    complete the operation with `give_back`.
     """
     check_places(view, placement, size)
     with view.use(extent for place in placement.places for extent in place.extents):
@@ -84,5 +70,5 @@ def check_places(view: ArenaView, placement: wire.Placement, size: int) -> None:
 
 
 def sums(view: ArenaView, places: Sequence[wire.Place], size: int) -> list[int]:
-    """The checksum of each chunk of `size` bytes that is to be summed, and 0 of the others."""
+    """The checksums of places with `size` bytes each; 0 where the server wants none."""
     return [checksum(view.bytes, place.extents, size) if place.is_summed else 0 for place in places]

@@ -13,8 +13,8 @@ _SAMPLES = 32
 
 
 class LoadSpeed:
-    """Bytes per second of a lane's latest loads: half of their bytes came at this speed or faster. So one copy during
-    which the machine did something else does not count for long, nor do many small ones hide what large ones reach."""
+    """Bytes per second of a lane's latest loads: half of their bytes came at this speed or faster. So one slow copy
+    is soon forgotten, and many small copies do not hide the speed of large ones."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque(maxlen=_SAMPLES)  # bytes per second, and bytes

@@ -20,18 +20,17 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from kvdepot.client.connection import CHECK_S
-from kvdepot.client.copies import BUSY_S, COMPLETE_TRIES, Arenas, give_back, read_placement
+from kvdepot.client.copies import BUSY_S, COMPLETE_TRIES, Arenas, give_back
 from kvdepot.client.copy_speed import LoadSpeed
 from kvdepot.client.device_events import EVENT_S, happened
-from kvdepot.client.operations import AT_SERVER, NEEDS_SERVER, BlockIds, Copying, CopyPhase, LaneOperation
-from kvdepot.client.socket import Client, MessagingFuture
+from kvdepot.client.operations import AT_SERVER, NEEDS_SERVER, BlockIds, CopyPhase, LaneOperation
+from kvdepot.client.socket import Client, MessagingFuture, hearing
 from kvdepot.devices.blocks import BlockMemory, DeviceEvent
 from kvdepot.errors import (
     BadRequest,
@@ -64,23 +63,6 @@ _CLOSE_S = 5.0
 _COMPLAIN_S = 30.0
 
 
-class LaneFuture(MessagingFuture[T]):
-    """The outcome of one operation: the server's last answer, or why there is none. `query` never blocks, and waits for
-    no lock."""
-
-    __slots__ = ("_lane",)
-
-    def __init__(self, lane: Lane, convert: Callable[[object], T] | None = None) -> None:
-        super().__init__(None, convert)
-        self._lane = lane
-
-    def result(self, timeout: float | None = None) -> T:
-        """The value; blocks for `timeout` seconds at most (None: 60 s). Errors: see MessagingFuture."""
-        if not self._done:
-            self._lane.wait(self.query, 60.0 if timeout is None else timeout)
-        return super().result(timeout)
-
-
 class Lane:
     """Copies one worker's blocks. Any thread may call it. Its own thread starts with the first `add`."""
 
@@ -102,19 +84,19 @@ class Lane:
         self._ready: dict[bool, deque[LaneOperation]] = {True: deque(), False: deque()}  # loads, and all others
         self._placed: dict[bool, deque[LaneOperation]] = {True: deque(), False: deque()}
         self._at_server: Counter[bool] = Counter()
-        self._copying: LaneOperation | None = None  # of which a slice is being copied
-        self._refused: list[LaneOperation] = []  # whose completion the server was too busy for
+        self._copying: LaneOperation | None = None  # a slice of it is being copied
+        self._refused: list[LaneOperation] = []  # the server was too busy for their completion
         self._closed: KVDepotError | None = None
         self._thread: threading.Thread | None = None
         self._answers: deque[tuple[LaneOperation, object]] = deque()
         self._wake_fd = -1
-        self._ended = threading.Event()  # the thread has: two threads must not join one in CPython 3.11
-        self._unmapped: tuple[tuple[str, bytes], float] = ("", b""), 0.0  # that could not be mapped; until it is tried
+        self._ended = threading.Event()  # set by the thread: two threads must not join one in CPython 3.11
+        self._unmapped: tuple[tuple[str, bytes], float] = ("", b""), 0.0  # an arena, and when it is tried again
         self._followed: dict[int, tuple[str, bytes]] = {}  # by instance: the arena that its blocks follow
         self._added: list[BlockMemory] = []  # the thread does not know them yet
         self._next_check = 0.0
         self._pause_s = _FIRST_PAUSE_S
-        _lanes.add(self)
+        hearing.add(self)
 
     def __repr__(self) -> str:
         return f"<Lane {self._called} of {len(self._memories)} instances, {len(self._live)} operations>"
@@ -153,22 +135,30 @@ class Lane:
 
     def submit(
         self,
-        request: Copying,
+        request: wire.Copying,
         block_ids: Sequence[BlockIds],
         event: DeviceEvent | None = None,
         convert: Callable[[object], T] | None = None,
-    ) -> LaneFuture[T]:
+    ) -> MessagingFuture[T]:
         """Copy the chunks that a request names once `event` has happened. Never blocks.
 
-        block_ids: of each of `request.shards`. convert: makes the future's value from the server's last answer: that of
-        `wire.Complete`, or to the request itself if there is nothing to copy. Errors come by the future:
+        block_ids: of each of `request.shards`. convert: makes the future's value from the server's last answer. That is
+        the answer to `wire.Complete`, or to the request if there is nothing to copy. Errors come by the future:
         UnknownInstance without an `add`, BadRequest for blocks that do not fit, Busy if too many operations wait,
         DeadlineExceeded if the event does not happen or the server does not answer, Unavailable, DeviceError.
         """
-        future: LaneFuture[T] = LaneFuture(self, convert)
+        future: MessagingFuture[T] = MessagingFuture(self, convert)
         with self._changed:
             try:
-                operation = self._operation(request, block_ids, event, future)
+                if self._closed is not None:
+                    raise self._closed
+                blocks = self._memories.get(request.instance)
+                if blocks is None:
+                    raise UnknownInstance(f"no KV tensors are registered as instance {request.instance}")
+                if len(self._live) - self._at_server.total() >= _MOST_WAITING:
+                    raise Busy(f"{_MOST_WAITING} copies already wait for their events or for the server")
+                operation = LaneOperation(request, blocks, block_ids, event, future, self._clock())
+                operation.check()
             except KVDepotError as exc:
                 future._finish(exc)
                 return future
@@ -187,34 +177,19 @@ class Lane:
             self._wake()
         return future
 
-    def _operation(
-        self, request: Copying, block_ids: Sequence[BlockIds], event: DeviceEvent | None, future: LaneFuture[Any]
-    ) -> LaneOperation:
-        if self._closed is not None:
-            raise self._closed
-        blocks = self._memories.get(request.instance)
-        if blocks is None:
-            raise UnknownInstance(f"no KV tensors are registered as instance {request.instance}")
-        if len(self._live) - self._at_server.total() >= _MOST_WAITING:
-            raise Busy(f"{_MOST_WAITING} copies already wait for their events or for the server")
-        operation = LaneOperation(request, blocks, block_ids, event, future, self._clock())
-        operation.check()
-        return operation
-
     def give_up(self, futures: Collection[MessagingFuture[Any]], timeout_s: float) -> int:
         """Make sure that the lane touches no block of these operations any more. Returns how many were voided.
 
-        Waits up to `timeout_s` until they have ended. Those that have not are voided, and end with an error: what was
-        not copied never is, and no such store becomes visible unless all its bytes had been copied. A slice that is
-        being copied is waited for, whatever the timeout: if this returned, the caller would overwrite bytes that a
-        device may still be reading. That takes milliseconds, or for ever if the device hangs; then this logs an error
-        every 30 s.
+        Waits up to `timeout_s` until they have ended. Operations that have not ended by then are voided, and end with
+        an error. None of their other bytes is copied any more, and a voided store becomes visible only if all its bytes
+        had been copied. A slice that is being copied is waited for, whatever the timeout: if this returned, the caller
+        would overwrite bytes that a device may still be reading. That takes milliseconds, or for ever if the device
+        hangs; then this logs an error every 30 s.
         """
         if self.wait(lambda: all(future.query() for future in futures), timeout_s):
             return 0
         with self._changed:
-            given_up = set(map(id, futures))
-            voided = [each for future, each in self._live.items() if id(future) in given_up and not future.query()]
+            voided = [self._live[each] for each in dict.fromkeys(futures) if each in self._live and not each.query()]
             for operation in voided:
                 self._void(operation, KVDepotError("its blocks were given up before they were copied"))
             self._prune()
@@ -223,6 +198,9 @@ class Lane:
                     log.error("a copy of KV has not ended for %g s: does the device hang?", _COMPLAIN_S)
         self._wake()
         return len(voided)
+
+    def pump(self) -> None:
+        """Nothing: the thread hears the answers, and asking a future waits for no lock."""
 
     def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until `done()`, which is asked whenever an operation has ended; it must not use the lane. Blocks for
@@ -298,16 +276,12 @@ class Lane:
         return any_taken
 
     def _answered(self, operation: LaneOperation, value: object) -> None:
-        try:
-            placement = read_placement(value)
-        except ProtocolError as exc:
-            placement, value = None, exc
-        if placement is None:
+        if not isinstance(value, wire.Placement):
             self._end(operation, value)
             return
-        operation.placement, operation.phase = placement, CopyPhase.PLACED
+        operation.placement, operation.phase = value, CopyPhase.PLACED
         if operation.is_void:
-            self._complete(operation, give_back(placement))
+            self._complete(operation, give_back(value))
         else:
             self._placed[operation.is_load].append(operation)
 
@@ -328,7 +302,7 @@ class Lane:
         self._end(operation, value)
 
     def _end(self, operation: LaneOperation, value: object) -> None:
-        """It is over. value: of its future, unless that has ended before."""
+        """End an operation. value: for its future, unless the future has ended before."""
         if operation.phase in AT_SERVER:
             self._at_server[operation.is_load] -= 1
         operation.phase = CopyPhase.ENDED
@@ -341,7 +315,7 @@ class Lane:
         self._changed.notify_all()
 
     def _void(self, operation: LaneOperation, error: KVDepotError) -> None:
-        """Copy nothing of it any more. Its future ends at once, or with the slice that is being copied."""
+        """Copy no more of an operation. Its future ends at once, or with the slice that is being copied."""
         operation.is_void = True
         if operation is self._copying:
             return
@@ -360,7 +334,7 @@ class Lane:
             self._ready[is_load] = deque(operation for operation in ready if operation.phase is CopyPhase.READY)
 
     def _end_all(self, error: KVDepotError) -> None:
-        """Close: the client's end releases what the server has placed."""
+        """End every operation, as the lane closes. The server releases what it has placed when the client closes."""
         self._closed = self._closed or error
         for operation in list(self._live.values()):
             operation.is_void = True
@@ -371,8 +345,8 @@ class Lane:
     # -- the thread
 
     def turn(self) -> float:
-        """Do what there is to do, and copy one slice at most. Returns the seconds after which there is more to do even
-        if nothing arrives and nothing is submitted: 0 if there is more now. Blocks while it copies."""
+        """Do what there is to do, and copy one slice at most. Returns the longest pause before the next turn, in
+        seconds; 0: none. Blocks while it copies."""
         self._client.pump()
         if self._client.is_closed:
             with self._changed:
@@ -441,12 +415,13 @@ class Lane:
         self._prune()
 
     def _complete_refused(self) -> bool:
-        now, refused = self._clock(), self._refused
-        self._refused = [operation for operation in refused if now - operation.since < BUSY_S]
-        for operation in refused:
-            if operation not in self._refused and operation.completion is not None:
-                self._complete(operation, operation.completion)
-        return len(self._refused) < len(refused)
+        now = self._clock()
+        due = [operation for operation in self._refused if now - operation.since >= BUSY_S]
+        self._refused = [operation for operation in self._refused if operation not in due]
+        for operation in due:
+            assert operation.completion is not None
+            self._complete(operation, operation.completion)
+        return bool(due)
 
     def _next_placed(self) -> LaneOperation | None:
         for placed in (self._placed[True], self._placed[False]):
@@ -494,7 +469,8 @@ class Lane:
 
     def _copy_slice(self, operation: LaneOperation) -> None:
         """Copy as much of an operation as one slice has, and complete it after the last."""
-        error: KVDepotError | None = None
+        error, placement = None, operation.placement
+        assert placement is not None
         begun, before = self._clock(), operation.copied
         try:
             self._copy(operation)
@@ -505,8 +481,6 @@ class Lane:
         except BaseException as exc:  # whatever it is, the operation must end
             log.exception("a copy of KV failed")
             error = KVDepotError(f"the blocks could not be copied: {exc!r}")
-        placement = operation.placement
-        assert placement is not None
         with self._changed:
             self._copying = None
             if self._closed is not None:
@@ -514,16 +488,13 @@ class Lane:
             elif error is not None or operation.is_void:
                 self._void(operation, error or KVDepotError("its blocks were given up while they were copied"))
             elif operation.copied == len(operation.pieces):
-                message = wire.Complete(
-                    placement.operation, placement.boot, True, operation.sums, operation.differences
-                )
-                self._complete(operation, message)
+                number, sums, differences = placement.operation, operation.sums, operation.differences
+                self._complete(operation, wire.Complete(number, placement.boot, True, sums, differences))
             self._changed.notify_all()
 
     def _copy(self, operation: LaneOperation) -> None:
-        placement = operation.placement
-        assert placement is not None
-        operation.copy_slice(self.arenas.of(placement.arena, placement.boot))
+        assert operation.placement is not None
+        operation.copy_slice(self.arenas.of(operation.placement.arena, operation.placement.boot))
 
     def _start(self) -> None:
         try:
@@ -578,7 +549,7 @@ class Lane:
             self._changed.notify_all()
 
     def _release(self) -> None:
-        """Nothing is copied any more, and never will be."""
+        """Let go of blocks, arenas and the descriptor, as nothing will be copied any more."""
         with self._changed:
             self._memories.clear()
             fd, self._wake_fd = self._wake_fd, -1
@@ -586,19 +557,8 @@ class Lane:
         if fd >= 0:
             os.close(fd)
 
-    def _leave_to_parent(self) -> None:
+    def leave_to_parent(self) -> None:
         self._changed = threading.Condition(threading.Lock())  # a thread of the parent may have held the other
         self._thread, self._copying, self._wake_fd, self._memories = None, None, -1, {}
         with self._changed:
             self._end_all(BadRequest("this client connected before a fork: connect again in the child process"))
-
-
-_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
-
-
-def _leave_to_parent() -> None:
-    for lane in list(_lanes):
-        lane._leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)

@@ -54,7 +54,7 @@ class Shared:
     """The server at a unix socket that all engines of this user share."""
 
     def __init__(self, url: str, arena_dir: str = "") -> None:
-        """arena_dir: as for Client. Does not start it."""
+        """arena_dir: as for Client. Starts nothing."""
         path = socket_path(url)
         assert path is not None, f"{url} is not a unix socket with a path"
         self.url = url
@@ -66,8 +66,8 @@ class Shared:
         self._is_engines = False  # the server that was last seen was started by an engine
 
     def start(self, engine: str = "") -> bool:
-        """Start it, unless it is there or being started; whether it was started. engine: its id, equal in all its
-        processes, for `has_failed_for`. Raises Unavailable, ConfigError."""
+        """Start the server, unless it is there or being started. Returns whether it was started. engine: the engine's
+        id, equal in all its processes, for `has_failed_for`. Raises Unavailable, ConfigError."""
         try:
             make_folder(self.url)
             fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -109,9 +109,9 @@ class Shared:
         return is_coming(self.url)
 
     def has_crashed(self) -> bool:
-        """Whether a server that an engine started has ended without removing its socket, as one that is stopped does;
-        one started by hand is its user's to start again. Call it or `start` while the server runs, too: who started it
-        cannot be seen later."""
+        """Whether a server that an engine started has ended without removing its socket, as one that is stopped
+        does; False for a server that was started by hand, which its user starts again. Call this or `start` also
+        while a server runs: who has started a server cannot be seen later."""
         if is_on_demand(self.url):
             self._is_engines = True
         elif holder(self.url):
@@ -125,7 +125,7 @@ class Shared:
         return self._was_started_for(engine) and not is_coming(self.url)
 
     def _was_started_for(self, engine: str) -> bool:
-        """Whether a process of this engine has started the last server, which has not served yet."""
+        """Whether a process of this engine has started the last server, and that has not served yet."""
         try:
             starter = self._lock.read_text(errors="replace")
             age_s = time.time() - self._lock.stat().st_mtime
@@ -188,7 +188,7 @@ class Embedded:
         return (self._process.poll() or 0) < 0
 
     def start(self) -> bool:
-        """Start another in place of one that has ended; True. Raises Unavailable."""
+        """Start another server in place of the one that has ended. Returns True. Raises Unavailable."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process = self._spawn()

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from kvdepot.client.calls import ANSWER_S, convert
-from kvdepot.client.copies import BUSY_S, COMPLETE_TRIES, Arenas, carry, give_back, read_placement
+from kvdepot.client.copies import BUSY_S, COMPLETE_TRIES, Arenas, carry, give_back
 from kvdepot.client.socket import Client
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.memory.arena_view import ArenaView
@@ -35,7 +35,7 @@ _COPY_THREADS = min(4, len(os.sched_getaffinity(0)))
 
 
 class _Awaited:
-    """The answer to a store or retrieve. What is placed for a call that has given up is given back once it is known."""
+    """The answer to a store or retrieve. A placement that comes after its call has given up is given back."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -44,16 +44,13 @@ class _Awaited:
         self._is_given_up = False
 
     def read(self, value: object) -> object:
-        """Convert the answer: a Placement, or the final one if there is nothing to copy. Raises ProtocolError."""
-        placed = read_placement(value)
-        if placed is None:
-            return value
-        with self._lock:
-            self._placed = placed
-            is_given_up = self._is_given_up
-        if is_given_up:
-            self._give_back(placed)
-        return placed
+        """Hear the answer: a Placement, or the final one if there is nothing to copy."""
+        if isinstance(value, wire.Placement):
+            with self._lock:
+                self._placed, is_given_up = value, self._is_given_up
+            if is_given_up:
+                self._give_back(value)
+        return value
 
     def give_up(self) -> None:
         """Nobody waits for the answer any more."""

@@ -7,7 +7,7 @@ client/worker.py) under the contract's names. They decide nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -26,15 +26,14 @@ from kvdepot.client.contract import (
     striding_block_hashes,
     wrap_kv_caches,
 )
-from kvdepot.client.scheduler import Cached, LookupOutcome, Pending, SchedulerClient, SubmittedLookup, Unanswered
+from kvdepot.client.scheduler import Cached, LookupOutcome, SchedulerClient, Unanswered
 from kvdepot.client.socket import CONNECT_S, Client, MessagingFuture
 from kvdepot.client.transfer import ShardSpec, Transfer, pack_block_ids
-from kvdepot.client.worker import Submitted, WorkerClient
+from kvdepot.client.worker import WorkerClient
 from kvdepot.devices.blocks import DeviceEvent
 from kvdepot.errors import BadRequest, KVDepotError, LayoutError
 from kvdepot.protocol.keys import HASH_BYTES, engine_hash
 from kvdepot.protocol.layout import build_layout, find_block_axes
-from kvdepot.protocol.wire import NOTHING_ASKED, Asked
 
 if TYPE_CHECKING:
     import torch
@@ -138,38 +137,13 @@ class _Adapter:
         return b"".join(map(engine_hash, striding_block_hashes(block_hashes or [], self.blocks_in_chunk)))
 
 
-class LookupFutures(MutableMapping[str, MessagingFuture[int]]):
-    """Futures of an adapter's lookups by request id: chunks in the longest cached prefix; 0 for a lookup whose failure
-    `check_lookup_result` has reported. A live view: deleting one forgets the lookup, so not while iterating. Setting
-    one raises BadRequest."""
-
-    def __init__(self, lookups: dict[str, SubmittedLookup]) -> None:
-        self._lookups = lookups
-
-    def __getitem__(self, request_id: str) -> MessagingFuture[int]:
-        lookup = self._lookups[request_id]
-        return MessagingFuture.resolved(0) if isinstance(lookup.outcome, Unanswered) else lookup.future
-
-    def __setitem__(self, request_id: str, future: MessagingFuture[int]) -> None:
-        raise BadRequest("a lookup's future cannot be set: start the lookup with maybe_submit_lookup_request")
-
-    def __delitem__(self, request_id: str) -> None:
-        del self._lookups[request_id]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._lookups)
-
-    def __len__(self) -> int:
-        return len(self._lookups)
-
-
 class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
     """The scheduler's side: how much of a prompt is cached. Used by one thread."""
 
     @property
-    def lookup_futures(self) -> LookupFutures:
-        """Futures of the lookups, by request id; deleting one forgets the lookup."""
-        return LookupFutures(self._lookups)
+    def lookup_futures(self) -> dict[str, MessagingFuture[int]]:
+        """A copy of the futures of lookups, by request id: chunks in the longest cached prefix."""
+        return {request_id: each.future for request_id, each in self._lookups.items()}
 
     def maybe_submit_lookup_request(
         self, request_id: str, block_hashes: list[bytes] | None = None, token_ids: list[int] | None = None
@@ -199,31 +173,19 @@ class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
         return _tokens(self.check_lookup(request_id))
 
     def wait_lookup_result(self, request_id: str, timeout_s: float) -> int | None:
-        """Like `check_lookup_result`, but waits up to `timeout_s` for a pending answer.
-
-        It repeats a lookup that no server answered, or that a server answered which has been replaced since; see
-        SchedulerClient.wait_lookup.
-        """
+        """Like `check_lookup_result`, but waits up to `timeout_s` for a pending answer, and repeats lookups; see
+        SchedulerClient.wait_lookup."""
         return _tokens(self.wait_lookup(request_id, timeout_s))
 
     def cleanup_lookup_result(self, request_id: str) -> None:
         """Forget a request's lookup on this side; unknown ids are fine."""
         self.forget_lookup(request_id)
 
-    def end_session(
-        self,
-        request_id: str,
-        saved_tokens: int = 0,
-        saved_s: float = 0.0,
-        asked: Asked = NOTHING_ASKED,
-        copied: tuple[int, int] = (0, 0),
-    ) -> None:
-        """Tell the server that the request is over, which releases the pins that it still holds. Never blocks.
-
-        Arguments: see SchedulerClient.end_session.
-        """
+    def end_session(self, request_id: str, *report: Any, **more: Any) -> None:
+        """Tell the server that the request is over, which releases the pins that it still holds. Never blocks. Other
+        arguments: see SchedulerClient.end_session."""
         self.mq_client.chains.drop(request_id)
-        super().end_session(request_id, saved_tokens, saved_s, asked, copied)
+        super().end_session(request_id, *report, **more)
 
     def shutdown(self) -> None:
         """Close the connection, which releases all pins of this engine. Safe twice."""
@@ -241,9 +203,13 @@ class LMCacheMPSchedulerAdapter(_Adapter, SchedulerClient):
 
 
 def _tokens(outcome: LookupOutcome) -> int | None:
-    if isinstance(outcome, Cached):
-        return outcome.tokens
-    return None if isinstance(outcome, Pending) else 0
+    """The contract's answer: None while there is none, and 0 for a lookup that failed."""
+    match outcome:
+        case Cached():
+            return outcome.tokens
+        case Unanswered():
+            return 0
+    return None
 
 
 class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
@@ -254,33 +220,13 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
     _opened: Sequence[BlockMemory] = ()
     """Their blocks."""
 
-    @property
-    def store_futures(self) -> dict[str, list[Submitted[bool]]]:
-        """Stores under way, by request id."""
-        return self.stores
-
-    @property
-    def retrieve_futures(self) -> dict[str, list[Submitted[list[bool]]]]:
-        """Retrieves under way, by request id."""
-        return self.retrieves
-
-    @property
-    def finished_stores(self) -> set[str]:
-        """Ids that the engine has reported finished and that have a store under way."""
-        return self.ended
-
-    @property
-    def previously_finished(self) -> set[str]:
-        """Ids that `get_finished` has returned and that the engine has reported again in every call since."""
-        return self.repeated
-
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor], block_axes: Sequence[int] | None = None) -> None:
         """Register the paged KV tensors (layer name -> tensor): this process copies them from now on.
 
         block_axes: each tensor's block axis; without it, the shapes must show it (`[num_blocks, ...]` or
         `[2, num_blocks, ...]`). Blocks 30 s at most. Raises LayoutError, with the shapes, for tensors that cannot be
-        described, or that have fewer blocks than a chunk, so that nothing could be stored. If their device fails in a
-        test of the copies, this logs a warning, and the engine runs without a cache.
+        described or have fewer blocks than a chunk. If their device fails in a test of the copies, this logs a warning,
+        and the engine runs without a cache.
         """
         views = [handle.view for handle in wrap_kv_caches(kv_caches)]
         axes = find_block_axes(views, self.spec.block_tokens) if block_axes is None else list(block_axes)
@@ -348,10 +294,8 @@ class LMCacheMPWorkerAdapter(_Adapter, WorkerClient):
         """Polled every engine step; never blocks.
 
         First set: ids that the engine has reported finished (now or earlier) and that have no store under way; each at
-        most once. Second set: requests whose retrieve has completed, successfully or not. None for an empty set.
-
-        An id may be reused: only reports in the calls that directly follow the id's return count as repeated. Once a
-        call does not report the id, or a store or retrieve is submitted under it, it names a new request.
+        most once. Second set: requests whose retrieve has completed, successfully or not. None for an empty set. An id
+        may be reused: see WorkerClient.poll.
         """
         stored, retrieved = self.poll(finished_req_ids_from_engine)
         for request_id in stored:

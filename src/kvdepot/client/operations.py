@@ -1,13 +1,19 @@
 """One store, retrieve or comparison of a lane (client/lane.py): its blocks, its places, and how far it is.
 
-    WAITING      its event has not happened           nothing is asked of the server
-    READY        too many others are at the server    as above
+    WAITING      its event has not happened: the server is asked nothing
+    READY        too many others are at the server: the server is asked nothing yet
     ASKED        the server is placing its chunks
-    PLACED       it is copied, slice by slice         the server keeps its places until it is completed
+    PLACED       it is copied, slice by slice; the server keeps its places until it is completed
     COMPLETING   the server is told that no byte is copied any more
     ENDED
 
-Its lane changes it, under the lane's lock; while a slice of it is copied, only the thread that copies does.
+The phases exist because two sides hold memory for a copy: the engine its blocks, the server its places. An operation
+may be given up in any phase, but from ASKED on the server still has to hear its end. So being given up is no phase: the
+operation is void, copies nothing more, and goes through COMPLETING like any other. Its future ends before that, as the
+engine only has to know that its blocks are free.
+
+The lane changes an operation under its lock. While a slice is copied, only the copying thread changes the operation.
+The doubt that stays is a device that hangs in a slice: its blocks never come free, and whoever gives them up waits.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ import enum
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -31,8 +37,6 @@ from kvdepot.protocol.keys import HASH_BYTES
 
 if TYPE_CHECKING:
     from kvdepot.memory.arena_view import ArenaView
-
-Copying: TypeAlias = wire.Store | wire.Retrieve | wire.Compare
 
 
 class BlockIds(NamedTuple):
@@ -64,7 +68,7 @@ NEEDS_SERVER = {CopyPhase.READY, CopyPhase.ASKED, CopyPhase.COMPLETING}
 
 @dataclass(slots=True, eq=False)
 class LaneOperation:
-    request: Copying
+    request: wire.Copying
     blocks: BlockMemory
     block_ids: Sequence[BlockIds]
     event: DeviceEvent | None

@@ -1,15 +1,20 @@
-"""The phases of a client's connection, and the one table of what changes them.
+"""The phases of a client's connection, and the one table of what changes them. Used by client/connection.py.
 
-Used by client/connection.py, in the manner of h11: a change that the table lacks is a bug of ours. Each phase has one
-deadline:
+An engine outlives servers: they restart, hang, and are replaced at the same address, while the engine's requests go on.
+So a connection is always in one of few phases, and each has one deadline:
 
     APART       no server serves us                   the earliest time of the next hello
     GREETING    our hello is sent                     when its answer is overdue
     PROVING     our own proof is sent                 when its answer is overdue
     SERVING     requests go out as they come          when the server has been silent, so its lock is checked
 
-The registrations that a new server lacks need no phase: they are the first requests that it is sent, and one that is
-lost shows in the refusal of the first copy.
+A change that the table lacks is a bug of ours and raises KeyError, as in h11. What becomes of requests is not decided
+here but by the table in client/requests.py: a request may outlive several phases, and even its server.
+
+Two things were considered and left out. A phase for registering again: registrations are the first requests that a new
+server is sent, and a lost one shows in the refusal of the first copy. A phase for a server that is suspected: the only
+proof of its end is its lock, which is free or not. The doubt that stays is a server that holds its lock and hangs:
+SERVING then lasts, copies wait, and only the deadlines of callers end them.
 """
 
 from __future__ import annotations

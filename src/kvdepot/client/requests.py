@@ -28,8 +28,7 @@ from typing import TypeAlias
 from kvdepot.errors import Busy, DeadlineExceeded, KVDepotError, Unavailable, UnknownClient
 from kvdepot.protocol import wire
 
-COPY = wire.Store | wire.Retrieve | wire.Compare
-LASTING = COPY | wire.Complete | wire.EndSession
+LASTING = wire.Copying | wire.Complete | wire.EndSession
 """Requests that a server which holds memory must get or answer. They have no deadline."""
 _REPEATED = LASTING | wire.Lookup | wire.Register | wire.Unregister
 
@@ -63,7 +62,7 @@ class PendingRequest:
 
     def repeats_at(self, server: bytes) -> bool:
         """Whether it is sent again to the server that has welcomed us."""
-        is_spent = isinstance(self.request, COPY) and self.has_moved and self.server != server
+        is_spent = isinstance(self.request, wire.Copying) and self.has_moved and self.server != server
         return self._is_repeated() and not is_spent
 
     def _is_repeated(self) -> bool:
@@ -147,8 +146,7 @@ class Requests:
             self.end(number, DeadlineExceeded(f"no answer to {type(item.request).__name__} in time"))
 
     def fail_all(self, error: KVDepotError) -> None:
-        for number in list(self.pending):
-            self.end(number, error)
+        self.lose(error, lambda item: False)
 
     def lose(self, error: KVDepotError, waits: Callable[[PendingRequest], bool]) -> None:
         """No server can be asked: park the requests that can wait for one, and fail the others."""

@@ -74,8 +74,8 @@ class SchedulerClient:
     """Lookups, and the sessions that hold the matched chunks. Used by one thread."""
 
     def __init__(self, client: Client, spec: ShardSpec, reports: bool = False) -> None:
-        """client: closed with this one. spec: its rank does not matter. reports: see wire.Lookup. A caller that reports
-        looks up when a request comes, and hurries what it cannot wait for: its lookups are queued."""
+        """client: closed with this one. spec: its rank does not matter. reports: see wire.Lookup; then lookups
+        are queued: the caller looks up when a request comes, and hurries the lookups that it cannot wait for."""
         self._reports = reports
         self.client = client
         self.spec = spec
@@ -97,18 +97,12 @@ class SchedulerClient:
         self.submit(request_id, PromptChunks(self.spec, hashes, salt, chained), readers)
 
     def submit(self, request_id: str, prompt: PromptChunks, readers: int | None = None) -> None:
-        """As `submit_lookup`, of a prompt that may have tails."""
+        """As `submit_lookup`, for a prompt that may have tails."""
         if request_id not in self._lookups:
-            message = prompt.lookup(request_id, readers or self.spec.world_size)
             message = msgspec.structs.replace(
-                message,
-                reports=self._reports,
-                speed=self.speed,
-                queued=self._reports,
-                writers=self.writers,
-                layout=self.layout,
-                place=self.place,
-            )
+                prompt.lookup(request_id, readers or self.spec.world_size), reports=self._reports, speed=self.speed,
+                queued=self._reports, writers=self.writers, layout=self.layout, place=self.place,
+            )  # fmt: skip
             self._ask(request_id, SubmittedLookup(message, time.monotonic(), self.client.heard))
 
     def _ask(self, request_id: str, lookup: SubmittedLookup) -> None:
@@ -155,11 +149,10 @@ class SchedulerClient:
         """Like `check_lookup`, but waits up to `timeout_s` for a pending answer, and repeats lookups. Use it if the
         caller can still use a late answer.
 
-        A lookup is repeated if no server answered it and one has been heard since, or if a server answered it that has
-        been replaced; once, then it is Unanswered until the next call. A server that is gone or hangs is not heard, so
-        its callers wait LOOKUP_S and the tiers' deadline at most, and afterwards not at all; unless another is starting
-        in its place (`Client.is_returning`): then the outcome is Pending, and the lookup repeated, until that one
-        answers.
+        A lookup is repeated if a server is heard that has not answered it, or if the server that answered it has been
+        replaced; once, then it is Unanswered until the next call. A server that is gone or hangs is not heard, so its
+        callers wait LOOKUP_S and the tiers' deadline once, and then not at all. But while another server starts in its
+        place (`Client.is_returning`), the outcome is Pending until that server has answered the lookup again.
         """
         client, outcome = self.client, self.check_lookup(request_id)
         lookup = self._lookups[request_id]
@@ -223,7 +216,7 @@ class SchedulerClient:
     def describe(self, parent: bytes, hashes: bytes, tokens: bytes) -> None:
         """Give the server the token ids of chunks, if it publishes them for routers; see wire.Describe. Never
         blocks."""
-        if self.client.wants_tokens:
+        if self.client.welcome.wants_tokens:
             self.client.ask(wire.Describe(parent, hashes, tokens, self.spec.chunk_tokens))
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast, overload
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import zmq
 
@@ -44,8 +44,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MADE = zmq.EVENT_HANDSHAKE_SUCCEEDED
-_NOW = int(zmq.NOBLOCK)
-"""A plain integer: an enum costs each call a microsecond."""
+_NOW = int(zmq.NOBLOCK)  # an enum costs each call a microsecond
 _QUIET_S = 0.5
 """A thread that is woken by a descriptor of its own looks this often while nothing is under way."""
 CONNECT_S = 5.0
@@ -92,12 +91,23 @@ def check_type(value: object, expected: type[T]) -> T:
     return value
 
 
+class Hearing(Protocol):
+    """A Client or a Lane (client/lane.py), which hears the answers that end futures."""
+
+    def pump(self) -> None: ...
+
+    def wait(self, done: Callable[[], bool], timeout_s: float) -> bool: ...
+
+    def leave_to_parent(self) -> None:
+        """Called in a forked child, where no other thread runs: end everything with an error."""
+
+
 class MessagingFuture(Generic[T]):
     """The answer to one request, once it is there."""
 
     __slots__ = ("_client", "_convert", "_done", "_error", "_value")
 
-    def __init__(self, client: Client | None, convert: Callable[[object], T] | None = None) -> None:
+    def __init__(self, client: Hearing | None, convert: Callable[[object], T] | None = None) -> None:
         self._client = client
         self._convert = convert
         self._done = False
@@ -122,16 +132,14 @@ class MessagingFuture(Generic[T]):
         return self._done
 
     def result(self, timeout: float | None = None) -> T:
-        """The value; blocks for `timeout` seconds at most (None: until it is done, at most 60 s).
-
-        Raises the server's error; Unavailable when the server is gone; DeadlineExceeded after `timeout` (the request
-        is then still under way).
-        """
+        """The value; blocks for `timeout` seconds at most (None: 60 s). Raises the server's error; Unavailable when the
+        server is gone; DeadlineExceeded after `timeout`, with the request still under way."""
+        timeout = 60.0 if timeout is None else timeout
         client = self._client  # read once: a thread that finishes this future clears it
         if not self._done and client is not None:
-            client.wait(self.is_done, 60.0 if timeout is None else timeout)
+            client.wait(self.is_done, timeout)
         if not self._done:
-            raise DeadlineExceeded(f"no answer within {60.0 if timeout is None else timeout:g} s")
+            raise DeadlineExceeded(f"no answer within {timeout:g} s")
         if self._error is not None:
             raise self._error
         return cast(T, self._value)
@@ -216,7 +224,7 @@ class Client:
         introduction = Introduction(self.liveness.name, self.liveness.secret, engine, between)
         watch = partial(Watch, self.arena_dir)
         self._connection = Connection(server_url, introduction, self._send, watch, time.monotonic)
-        _clients.add(self)
+        hearing.add(self)
 
     def __repr__(self) -> str:
         return f"<Client {self.server_url} {self._connection.phase.name.lower()}, {len(self._connection)} in flight>"
@@ -268,33 +276,12 @@ class Client:
     @property
     def chunk_size(self) -> int:
         """The server's tokens per chunk; 0 before the first welcome."""
-        return self._connection.welcome.chunk_size
+        return self.welcome.chunk_size
 
     @property
-    def lookup_s(self) -> float:
-        """Seconds that the server may wait for tiers before it answers a lookup."""
-        return self._connection.welcome.lookup_s
-
-    @property
-    def has_free_chunks(self) -> bool:
-        """Whether the server lets engines choose their own chunk size; otherwise chunks have `chunk_size` or more."""
-        return self._connection.welcome.has_free_chunks
-
-    @property
-    def verify_hits(self) -> float:
-        """The share of hits that the server wants engines to compute and compare."""
-        return self._connection.welcome.verify_hits
-
-    @property
-    def wants_tokens(self) -> bool:
-        """Whether the server that last welcomed this client publishes token ids, so chunks should be described."""
-        return self._connection.welcome.wants_tokens
-
-    @property
-    def hint_limits(self) -> tuple[int, int]:
-        """The longest time, in seconds, and the highest priority that the server grants to requests' leases."""
-        welcome = self._connection.welcome
-        return welcome.max_hint_s, welcome.max_hint_priority
+    def welcome(self) -> wire.Welcome:
+        """The last welcome of a server, with its settings."""
+        return self._connection.welcome
 
     def is_returning(self) -> bool:
         """Whether the server was lost a moment ago, and another holds its unix socket already, or is being started."""
@@ -320,21 +307,14 @@ class Client:
             f"hanging, has reached its limit of open files, or {key}; its log says more"
         )
 
-    @overload
-    def ask(self, request: wire.Request, *, deadline_s: float | None = DEADLINE_S) -> MessagingFuture[Any]: ...
-
-    @overload
     def ask(
-        self, request: wire.Request, convert: Callable[[object], T], deadline_s: float | None = DEADLINE_S
-    ) -> MessagingFuture[T]: ...
-
-    def ask(
-        self, request: wire.Request, convert: Callable[[object], T] | None = None, deadline_s: float | None = DEADLINE_S
-    ) -> MessagingFuture[T]:
+        self, request: wire.Request, convert: Callable[[object], object] | None = None,
+        deadline_s: float | None = DEADLINE_S,
+    ) -> MessagingFuture[Any]:  # fmt: skip
         """Send a message; never blocks. deadline_s None: wait until it is answered or the server is gone. convert:
         makes the future's value from the answer; what it raises (KVDepotError, ValueError and the like) the future
         raises."""
-        future = MessagingFuture(self, convert)
+        future: MessagingFuture[Any] = MessagingFuture(self, convert)
         self.ask_then(request, future._finish, deadline_s)
         return future
 
@@ -366,8 +346,8 @@ class Client:
     def wait(self, done: Callable[[], bool], timeout_s: float, also: int | None = None) -> bool:
         """Pump until `done()`; blocks for `timeout_s` at most. Returns whether it is done.
 
-        also: another descriptor, such as an eventfd, that wakes this thread while it is readable, so that `done` is
-        asked again; `done` or the caller clears it. A thread that alone uses this client is woken at once by an answer.
+        also: another descriptor, such as an eventfd, that wakes this thread while it is readable; `done` or the caller
+        clears the descriptor. A thread that alone uses this client is woken at once by an answer.
         """
         deadline = time.monotonic() + timeout_s
         poller = select.poll()
@@ -406,11 +386,8 @@ class Client:
         made = self._read_events()
         if made:
             self._receive()
-            for is_made in made:
-                if is_made:
-                    self._connection.connected()
-                else:
-                    self._connection.disconnected()
+        for is_made in made:
+            self._connection.connected() if is_made else self._connection.disconnected()
 
     def _read_events(self) -> list[bool]:
         """Events since the last call: True for a connection made, False for one that broke."""
@@ -429,17 +406,18 @@ class Client:
         self._monitor.close()
         self._socket.close()
 
-    def _leave_to_parent(self) -> None:
+    def leave_to_parent(self) -> None:
         self._lock = threading.RLock()  # a thread of the parent may have held the other
         self._connection.close(BadRequest("this client connected before a fork: connect again in the child process"))
 
 
-_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+hearing: weakref.WeakSet[Hearing] = weakref.WeakSet()
+"""All clients and lanes of this process."""
 
 
 def _leave_to_parent() -> None:
-    for client in list(_clients):
-        client._leave_to_parent()
+    for each in list(hearing):
+        each.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

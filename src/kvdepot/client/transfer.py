@@ -74,8 +74,8 @@ class ShardSpec:
     """Whose shards: one rank's (of `world_size`) of a model; and the length of a chunk.
 
     model: names everything that must be equal for KV bytes to be interchangeable. chunk_tokens: tokens per chunk.
-    blocks_in_chunk: engine blocks per chunk. groups: the model's KV cache groups, if it has several, or one of which
-    resuming does not need all; blocks_in_chunk is then that of the first.
+    blocks_in_chunk: engine blocks per chunk. groups: the model's KV cache groups, if it has several, or one that
+    resuming does not need whole; blocks_in_chunk is then that of the first.
     """
 
     model: str
@@ -154,7 +154,7 @@ class ShardSpec:
 
 
 class LeaseTerms(NamedTuple):
-    """The terms of a lease; see wire.Lease."""
+    """The terms of a lease; see wire.TakeLease."""
 
     kind: str = "retain"
     ttl_s: int = 0
@@ -179,28 +179,29 @@ class PromptChunks:
     def __len__(self) -> int:
         return len(self.hashes) // HASH_BYTES
 
+    @property
+    def _shape(self) -> tuple[str, int, int]:
+        return self.spec.model, self.spec.world_size, self.spec.blocks_in_chunk
+
     def lookup(self, request_id: str, readers: int | None = None) -> wire.Lookup:
         """The message that looks the chunks up. readers: how many ranks will retrieve each; None: no engine asks."""
-        spec, shape = self.spec, (self.spec.model, self.spec.world_size, self.spec.blocks_in_chunk)
+        size = self.spec.chunk_tokens
         return wire.Lookup(
-            *shape, request_id, readers or 0, self.hashes, self.is_chained, self.salt, spec.chunk_tokens,
-            tails=self.tails,
-        )  # fmt: skip
+            *self._shape, request_id, readers or 0, self.hashes, self.is_chained, self.salt, size, tails=self.tails
+        )
 
     def probe(self, request_id: str, readers: int = 0, own: int = 0) -> wire.Lookup:
-        """The message that looks the chunks up without pins. readers, own: see wire.Lookup."""
+        """As `lookup`, without pins. readers, own: see wire.Lookup."""
         return msgspec.structs.replace(self.lookup(request_id, readers), pins=False, own=own)
 
-    def lease(self, name: str, terms: LeaseTerms) -> wire.Lease:
+    def lease(self, name: str, terms: LeaseTerms) -> wire.TakeLease:
         """The message that begins a lease of the chunks."""
-        spec, (kind, ttl_s, priority, drops) = self.spec, terms
-        shape = spec.model, spec.world_size, spec.blocks_in_chunk
-        return wire.Lease(name, kind, *shape, self.hashes, self.salt, spec.chunk_tokens, ttl_s, priority, drops)
+        size, (kind, ttl_s, priority, drops) = self.spec.chunk_tokens, terms
+        return wire.TakeLease(name, kind, *self._shape, self.hashes, self.salt, size, ttl_s, priority, drops)
 
     def drop(self, keep: int = 0) -> wire.Drop:
         """The message that removes the chunks after the first `keep`."""
-        spec, shape = self.spec, (self.spec.model, self.spec.world_size, self.spec.blocks_in_chunk)
-        return wire.Drop(*shape, self.hashes, self.salt, spec.chunk_tokens, keep)
+        return wire.Drop(*self._shape, self.hashes, self.salt, self.spec.chunk_tokens, keep)
 
 
 class Operation(NamedTuple):
@@ -224,8 +225,8 @@ class Operation(NamedTuple):
 def free_chunk_tokens(token_bytes: int, longest_tokens: int) -> int:
     """The least tokens per chunk of an engine that chooses its own (`chunk_size = auto`).
 
-    token_bytes: KV of a token on one rank; 0: not known. longest_tokens: of a prompt, times the shards of a chunk: one
-    message names all its chunks, and one lookup in tiers all their shards.
+    token_bytes: KV of a token on one rank; 0: not known. longest_tokens: tokens of the longest prompt, times the shards
+    of a chunk, because one message names all chunks of a prompt, and one lookup in tiers names all their shards.
     """
     worth = math.ceil(_WORTH_BYTES / token_bytes) if token_bytes else _MOST_TOKENS
     return max(min(worth, _MOST_TOKENS), -(-longest_tokens // wire.MAX_CHUNKS))

@@ -16,14 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-import msgspec
-
+from kvdepot.client.calls import convert
 from kvdepot.client.device_events import happened
-from kvdepot.client.lane import Lane, LaneFuture
-from kvdepot.client.operations import BlockIds, Copying
-from kvdepot.client.socket import Client, check_type
+from kvdepot.client.lane import Lane
+from kvdepot.client.operations import BlockIds
+from kvdepot.client.socket import Client, MessagingFuture, check_type
 from kvdepot.client.transfer import Operation, Origin, ShardSpec, Transfer
 from kvdepot.devices.blocks import BlockMemory, DeviceEvent
 from kvdepot.errors import KVDepotError, ProtocolError
@@ -36,9 +35,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_Asking: TypeAlias = tuple[Copying, Callable[[object], T]]
+_Asking: TypeAlias = tuple[wire.Copying, Callable[[object], T]]
 """A message, and what converts its answer."""
 
+_whole = partial(check_type, expected=bool)
 _SHUTDOWN_S = 5.0
 
 
@@ -48,13 +48,12 @@ class Submitted(Generic[T]):
 
     request_ids: list[str]
     transfers: list[Transfer]  # by KV cache group
-    futures: list[LaneFuture[T]] = field(default_factory=list)  # one per KV cache group
+    futures: list[MessagingFuture[T]] = field(default_factory=list)  # one per KV cache group
     error: KVDepotError | None = None  # why it was not submitted
     began_s: float = field(default_factory=time.monotonic)
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of all its transfers."""
         return sum(transfer.chunks for transfer in self.transfers)
 
     def done(self) -> bool:
@@ -80,32 +79,28 @@ class CompareTerms(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """Requests whose stores or retrieves have ended since the last poll."""
+    """Requests since the last poll. stored: those that the engine has ended and that have no store under way any more.
+    retrieved: those whose retrieves have completed, successfully or not."""
 
     stored: set[str]
-    """Requests that the engine has ended and that have no store under way any more."""
     retrieved: set[str]
-    """Requests whose retrieves have completed, successfully or not."""
 
 
 class WorkerClient:
     """Stores blocks of one rank's tensors, and retrieves chunks into them. Used by one thread."""
 
     def __init__(self, client: Client, spec: ShardSpec, *, unpins: bool = True, origin: Origin | None = None) -> None:
-        """client: closed with this one.
-
-        unpins: whether a retrieve releases the pins of its chunks; False where the scheduler's side ends sessions.
-        origin: what the server is told of the engine.
-        """
+        """client: closed with this one. unpins: whether a retrieve releases the pins of its chunks; False where the
+        scheduler's side ends sessions. origin: what the server is told of the engine."""
         self.client = client
         self.spec = spec
         self.instance_id = secrets.randbits(62)  # a process id would collide between containers
-        # By request id; a batch is listed under each of its requests.
-        self.stores: dict[str, list[Submitted[bool]]] = {}
-        self.retrieves: dict[str, list[Submitted[list[bool]]]] = {}
+        # By request id; a batch is listed under each of its requests. The names are the contract's.
+        self.store_futures: dict[str, list[Submitted[bool]]] = {}
+        self.retrieve_futures: dict[str, list[Submitted[list[bool]]]] = {}
         self.comparisons: dict[str, list[Submitted[wire.Comparison]]] = {}
-        self.ended: set[str] = set()  # ended by the engine, with a store under way
-        self.repeated: set[str] = set()  # returned by `poll`, and reported by the engine in every call since
+        self.finished_stores: set[str] = set()  # ended by the engine, with a store under way
+        self.previously_finished: set[str] = set()  # returned by `poll`, and reported by the engine in every call since
         self.counters: Counter[str] = Counter()
         self.watch: Callable[[Operation], None] | None = None  # called for each store and retrieve that has ended
         self._unpins = unpins
@@ -155,7 +150,7 @@ class WorkerClient:
         submitted. No server gets the registration again by itself. Raises Unavailable or DeadlineExceeded if it is not
         known whether the server has forgotten the tensors, which nobody touches any more in any case.
         """
-        self.give_up_stores({*self.stores, *self.comparisons}, timeout_s)
+        self.give_up_stores({*self.store_futures, *self.comparisons}, timeout_s)
         instance, self.instance_id = self.instance_id, secrets.randbits(62)  # so that nothing meant for one meets both
         for group in range(len(self.layouts)):
             self.lane.remove(instance + group)
@@ -182,20 +177,22 @@ class WorkerClient:
         def make(instance: int, shards: list[wire.Shards], chunks: int) -> _Asking[bool]:
             return wire.Store(instance, shards), _whole
 
-        return self._submit(self.stores, make, request_ids, transfers, event)
+        return self._submit(self.store_futures, make, request_ids, transfers, event)
 
     def submit_compare(
         self, transfers: Sequence[Transfer], event: DeviceEvent | None, terms: CompareTerms
     ) -> Submitted[wire.Comparison]:
         """Have blocks compared with the chunks that are stored, in one message for each KV cache group. Never blocks.
 
-        Submit it before the store of the same blocks. They are read as by a store: `poll` does not report their
-        requests before, and `give_up_stores` voids it. Arguments: see `submit_store`.
+        Submit a comparison before the store of the same blocks. Until it has ended, the blocks are in use as by a
+        store: `poll` does not report their requests, and `give_up_stores` voids the comparison. Arguments: see
+        `submit_store`.
         """
         requests = list(dict.fromkeys(transfer.request_id for transfer in transfers))
 
         def make(instance: int, shards: list[wire.Shards], chunks: int) -> _Asking[wire.Comparison]:
-            return wire.Compare(instance, shards, *terms), _comparison
+            request = wire.Compare(instance, shards, *terms)
+            return request, partial(convert, request, wire.Comparison)
 
         return self._submit(self.comparisons, make, requests, transfers, event)
 
@@ -212,7 +209,7 @@ class WorkerClient:
         def make(instance: int, shards: list[wire.Shards], chunks: int) -> _Asking[list[bool]]:
             return wire.Retrieve(instance, shards, self._unpins, writers), partial(_per_chunk, chunks)
 
-        self._submit(self.retrieves, make, request_ids, transfers, event)
+        self._submit(self.retrieve_futures, make, request_ids, transfers, event)
 
     def _submit(
         self,
@@ -222,23 +219,22 @@ class WorkerClient:
         transfers: Sequence[Transfer],
         event: DeviceEvent | None,
     ) -> Submitted[T]:
-        """make: the message to an instance for these shards, of this many chunks, and what converts its answer."""
+        """make: makes the message to an instance for shards of this many chunks, and what converts its answer."""
         event = None if happened(event) else event
         submitted: Submitted[T] = Submitted(list(request_ids), sorted(transfers, key=attrgetter("group")))
-        self.repeated.difference_update(request_ids)
+        self.previously_finished.difference_update(request_ids)
         for request_id in request_ids:
             under_way.setdefault(request_id, []).append(submitted)
-        by_group = itertools.groupby(submitted.transfers, attrgetter("group"))
-        parts_of = {group: list(parts) for group, parts in by_group}
+        parts_of = {group: list(parts) for group, parts in itertools.groupby(submitted.transfers, attrgetter("group"))}
         try:
             shards = {group: self.spec.shards(parts) for group, parts in parts_of.items()}
         except KVDepotError as exc:
             submitted.error = exc
             return submitted
         for group, parts in parts_of.items():
-            request, convert = make(self.instance_id + group, shards[group], sum(part.chunks for part in parts))
+            request, read = make(self.instance_id + group, shards[group], sum(part.chunks for part in parts))
             block_ids = [BlockIds.unpack(part.block_ids, part.skip_blocks) for part in parts]
-            submitted.futures.append(self.lane.submit(request, block_ids, event, convert))
+            submitted.futures.append(self.lane.submit(request, block_ids, event, read))
         return submitted
 
     # -- outcomes
@@ -252,16 +248,16 @@ class WorkerClient:
         An id may be reused: only reports in the calls that directly follow the id's return count as repeated. Once a
         call does not report the id, or a store or retrieve is submitted under it, it names a new request.
         """
-        _settle(self.stores, self._store_ended)
+        _settle(self.store_futures, self._store_ended)
         _settle(self.comparisons, lambda comparison: None)  # whoever submitted it has it
-        retrieved = _settle(self.retrieves, self._retrieve_ended)
+        retrieved = _settle(self.retrieve_futures, self._retrieve_ended)
         # Asynchronous scheduling repeats a report in steps that it scheduled before it learned of the id's return. A
         # new request of the same id is scheduled after those, in a step that does not report it.
-        repeated = self.repeated & ended
-        self.ended |= ended - repeated
-        stored = {each for each in self.ended if each not in self.stores and each not in self.comparisons}
-        self.ended -= stored
-        self.repeated = repeated | stored
+        repeated = self.previously_finished & ended
+        self.finished_stores |= ended - repeated
+        stored = self.finished_stores.difference(self.store_futures, self.comparisons)
+        self.finished_stores -= stored
+        self.previously_finished = repeated | stored
         return Ended(stored, retrieved)
 
     def _store_ended(self, submitted: Submitted[bool]) -> None:
@@ -313,7 +309,7 @@ class WorkerClient:
         return self.layouts[transfer.group].block_bytes if self.layouts else 0
 
     def _report(self, kind: str, submitted: Submitted[T], done: int, size_bytes: int) -> None:
-        """Report an operation. done: chunks that were copied."""
+        """done: chunks that were copied."""
         if self.watch is None or not submitted.transfers:
             return
         outcome, took_s = submitted.outcome(), time.monotonic() - submitted.began_s
@@ -322,8 +318,7 @@ class WorkerClient:
 
     def take_failed_requests(self) -> set[str]:
         """Ids of requests with a retrieve that failed, in part or as a whole, since the last call; the engine must
-        recompute what they were to load. Each failure is returned once: here, or by `take_failed_blocks`.
-        """
+        recompute what they were to load. Each failure is returned once: here, or by `take_failed_blocks`."""
         failed, self._failed_requests = self._failed_requests, set()
         self._failed_blocks.clear()
         return failed
@@ -337,21 +332,20 @@ class WorkerClient:
     def give_up_stores(self, request_ids: set[str], timeout_s: float) -> None:
         """Make sure that no store under way reads blocks of these requests: the engine is about to reuse them.
 
-        Waits up to `timeout_s` for their stores. Those that are still under way then are voided: what was not copied
-        never is (see `Lane.give_up`).
+        Waits up to `timeout_s` for their stores, then voids the others (see `Lane.give_up`).
         """
-        stores: list[Submitted[bool] | Submitted[wire.Comparison]] = [
-            each
+        futures: list[MessagingFuture[Any]] = [
+            future
             for request_id in request_ids
-            for each in (*self.stores.get(request_id, ()), *self.comparisons.get(request_id, ()))
+            for each in (*self.store_futures.get(request_id, ()), *self.comparisons.get(request_id, ()))
+            for future in each.futures
         ]
-        if stores:
-            voided = self.lane.give_up([future for each in stores for future in each.futures], timeout_s)
-            self.counters["stores_given_up"] += voided
+        if futures:
+            self.counters["stores_given_up"] += self.lane.give_up(futures, timeout_s)
 
     def wait_any(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for any retrieve to end; for an engine with nothing else to do."""
-        if retrieves := {each for under_way in self.retrieves.values() for each in under_way}:
+        if retrieves := {each for under_way in self.retrieve_futures.values() for each in under_way}:
             self.lane.wait(lambda: any(each.done() for each in retrieves), timeout_s)
 
     def close(self) -> None:
@@ -379,19 +373,8 @@ def _settle(under_way: dict[str, list[Submitted[T]]], end: Callable[[Submitted[T
     return ended
 
 
-def _whole(value: object) -> bool:
-    return check_type(value, bool)
-
-
-def _comparison(value: object) -> wire.Comparison:
-    try:
-        return msgspec.convert(value, wire.Comparison)
-    except msgspec.ValidationError as exc:
-        raise ProtocolError(f"the server answered {value!r:.80} to a comparison") from exc
-
-
 def _per_chunk(chunks: int, value: object) -> list[bool]:
-    """The answer to a retrieve of this many chunks. Raises ProtocolError for a malformed one."""
+    """The answer to a retrieve. Raises ProtocolError for one that is not about this many chunks."""
     filled: list[object] = check_type(value, list)
     if len(filled) != chunks:
         raise ProtocolError(f"the server answered for {len(filled)} chunks, not for {chunks}")

@@ -27,7 +27,7 @@ def summed_below(verify: str) -> int:
 def chunks_named(request: wire.Request) -> int:
     """The number of chunks that a request names; 0 for requests whose work does not depend on a list of chunks."""
     match request:
-        case wire.Lookup() | wire.Lease() | wire.Drop() | wire.Describe() | wire.Inspect():
+        case wire.Lookup() | wire.TakeLease() | wire.Drop() | wire.Describe() | wire.Inspect():
             return len(request.hashes) // HASH_BYTES
         case wire.Store() | wire.Retrieve() | wire.Compare():
             return sum(len(part.hashes) // HASH_BYTES or 1 for part in request.shards)

@@ -104,7 +104,7 @@ class CopyOperation:
     client: Client
     number: bytes  # of the message to answer
     instance: Instance
-    request: wire.Store | wire.Retrieve | wire.Compare
+    request: wire.Copying
     chunks: list[tuple[Chunk, int]] = field(default_factory=list)  # reserved or held: chunk and rank
     positions: list[int] = field(default_factory=list)  # of each of these among all that the request names; ascending
     summed: list[bool] = field(default_factory=list)  # whether the client is to sum their bytes

@@ -24,7 +24,7 @@ from kvdepot.protocol.metrics import COMMANDS
 
 log = logging.getLogger(__name__)
 
-_LISTS = wire.Status, wire.Leases, wire.Inspect, wire.Why
+_LISTS = wire.GetStatus, wire.ListLeases, wire.Inspect, wire.Why
 _STATUS_COST = 4
 """A status, which lists all models, engines and tiers, counts as this many requests against `max_rate`."""
 _MOST_COST = 4
@@ -119,10 +119,10 @@ class Connections:
             return [Reply(identity, number, exc)]
         return self._depot.handle(identity, number, request, now)
 
-    def _cost(self, request: wire.Status | wire.Leases | wire.Inspect | wire.Why) -> int:
+    def _cost(self, request: wire.GetStatus | wire.ListLeases | wire.Inspect | wire.Why) -> int:
         """As how many requests it counts beyond the first: at most a part of a second's, so that it can be asked."""
         most = self._config.max_rate // _MOST_COST
-        more = len(self._depot.leases) // _LEASES if isinstance(request, wire.Leases) else 0
+        more = len(self._depot.leases) // _LEASES if isinstance(request, wire.ListLeases) else 0
         if isinstance(request, wire.Inspect):
             models = [each.model for each in self._depot.index.namespaces.all() if each.model.startswith(request.model)]
             more = len(models) * len(request.hashes) // 256  # one per eight hashes of 32 bytes

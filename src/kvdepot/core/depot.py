@@ -204,7 +204,7 @@ class Depot:
                 value = "ok"
             case wire.Clear():
                 return self.removals.clear(client, number, request, self.now)
-            case wire.Lease():
+            case wire.TakeLease():
                 if request.drops or request.kind == "expire":
                     self.removals.refuse_drops()
                 return self.lookups.lease(client, number, request, self.now)
@@ -218,9 +218,9 @@ class Depot:
                 return [*actions, Reply(client.identity, number, ended is not None)]
             case wire.Drop():
                 return self.removals.drop(client, number, request, self.now)
-            case wire.Leases():
+            case wire.ListLeases():
                 value = self.leases.listed(client.tenant, self.now)
-            case wire.Forget():
+            case wire.ForgetChunks():
                 return self.removals.forget(client, number, request, self.now)
             case wire.Count():
                 return self.removals.count(client, number, request, self.now)
@@ -238,7 +238,7 @@ class Depot:
             case wire.EndQuarantine():
                 check_names("", request.model)
                 value = self.verification.release(client.tenant, request.model)
-            case wire.Status():
+            case wire.GetStatus():
                 value = self.status(client.tenant)
             case wire.Hello() | wire.Prove():
                 raise InternalError("core/connections.py answers Hello and Prove")

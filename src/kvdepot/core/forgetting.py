@@ -71,7 +71,7 @@ class _Removal:
 
     client: Client | None
     number: bytes
-    request: wire.Forget | wire.Clear | wire.Count | wire.Drop | wire.Lease
+    request: wire.ForgetChunks | wire.Clear | wire.Count | wire.Drop | wire.TakeLease
     work: Generator[bool, None, object]
     forgetting: Forgetting | None = None
     hashes: int = 0
@@ -115,7 +115,7 @@ class Removals:
 
     # -- of namespaces
 
-    def forget(self, client: Client, number: bytes, request: wire.Forget, now: float) -> list[Action]:
+    def forget(self, client: Client, number: bytes, request: wire.ForgetChunks, now: float) -> list[Action]:
         """Forget chunks in memory and tiers. Raises BadRequest or Busy, and then changes nothing."""
         namespaces, salt = self._named(client, request)
         if request.writer and request.salt:
@@ -161,7 +161,7 @@ class Removals:
         self._ready.append(_Removal(client, number, request, clear(self._index, scope)))
         return self.step(now)
 
-    def _named(self, client: Client, request: wire.Forget | wire.Count) -> tuple[list[Namespace], bytes | None]:
+    def _named(self, client: Client, request: wire.ForgetChunks | wire.Count) -> tuple[list[Namespace], bytes | None]:
         """The request's namespaces and salt within the client's tenant; None: any salt. Raises BadRequest or Busy."""
         check_names("", request.model)
         check_salt(request.salt)
@@ -173,7 +173,7 @@ class Removals:
         return [each for each in self._index.namespaces.all() if each.tenant == client.tenant]
 
     def _refuse_many(self) -> None:
-        if sum(not isinstance(each.request, wire.Drop | wire.Lease) for each in self._ready) >= _MOST:
+        if sum(not isinstance(each.request, wire.Drop | wire.TakeLease) for each in self._ready) >= _MOST:
             raise Busy(f"{_MOST} requests to forget, clear or count are in progress: retry later")
 
     # -- of prompts
@@ -206,7 +206,7 @@ class Removals:
         self._hashes += drop.hashes
         self._ready.append(drop)
 
-    def _drop(self, tenant: str, prompt: wire.Drop | wire.Lease, hashes: bytes, keep: int) -> Work:
+    def _drop(self, tenant: str, prompt: wire.Drop | wire.TakeLease, hashes: bytes, keep: int) -> Work:
         removed = 0
         for place in reversed(range(keep, len(hashes) // HASH_BYTES)):
             if self._is_stopping:
@@ -223,7 +223,7 @@ class Removals:
             yield False
         return removed
 
-    def _drop_chunk(self, tenant: str, prompt: wire.Drop | wire.Lease, key: bytes) -> _Outcome:
+    def _drop_chunk(self, tenant: str, prompt: wire.Drop | wire.TakeLease, key: bytes) -> _Outcome:
         """Remove a chunk, the last one of its prompt, on all ranks, in memory and tiers."""
         index = self._index
         namespaces = for_lookup(
@@ -286,7 +286,7 @@ class Removals:
             case wire.Clear(), int(chunks):
                 self._counters["cleared_chunks"] += chunks
                 return removal.reply(None)
-            case wire.Forget(model, salt), int(chunks):
+            case wire.ForgetChunks(model, salt), int(chunks):
                 self._counters["forgotten_chunks"] += chunks
                 what = f"{model[:SHOWN] or 'every model'}{', one salt' if salt else ''}"
                 what += f", stored by {removal.request.writer}" if removal.request.writer else ""
@@ -294,7 +294,7 @@ class Removals:
                 assert removal.forgetting is not None
                 is_last = self._tiering.forgettings.memory_ended(removal.forgetting, chunks)
                 return self.answer(removal.forgetting) if is_last else []
-            case wire.Drop() | wire.Lease(), int(chunks):
+            case wire.Drop() | wire.TakeLease(), int(chunks):
                 self._counters["released_chunks"] += chunks
                 self._hashes -= removal.hashes
         return removal.reply(result)
@@ -334,7 +334,7 @@ def clear(index: Index, scope: Scope) -> Work:
     return scope.removed
 
 
-def _count(namespaces: list[Namespace], salt: bytes | None) -> Generator[bool, None, list[int]]:
+def _count(namespaces: list[Namespace], salt: bytes | None) -> Generator[bool, None, wire.ChunkTotal]:
     """The number of chunks of a salt (None: any) that can be found, and their bytes."""
     chunks = size = 0
     for chunk in [chunk for namespace in namespaces for chunk in namespace.chunks.values()]:
@@ -342,11 +342,11 @@ def _count(namespaces: list[Namespace], salt: bytes | None) -> Generator[bool, N
             chunks += 1
             size += chunk.bytes
         yield False
-    return [chunks, size]
+    return wire.ChunkTotal(chunks, size)
 
 
 def _answer(forgetting: Forgetting) -> dict[str, int | str]:
-    """The reply to a Forget; see wire.Forget."""
+    """The reply to a Forget; see wire.ForgetChunks."""
     answer: dict[str, int | str] = {"memory": forgetting.chunks or 0}
     for tier, objects in forgetting.objects.items():
         answer[tier] = f"not forgotten: {objects.reason}" if isinstance(objects, NotForgotten) else objects

@@ -55,7 +55,7 @@ class Lease:
     """One lease. request: the request, without its hashes."""
 
     tenant: str
-    request: wire.Lease
+    request: wire.TakeLease
     ends: float
     number: int
     hashes: bytes = b""
@@ -112,7 +112,7 @@ class Leases:
 
     # -- begin
 
-    def admit(self, tenant: str, request: wire.Lease, now: float) -> Lease:
+    def admit(self, tenant: str, request: wire.TakeLease, now: float) -> Lease:
         """A new lease, before its lookup: it holds nothing, and `begin` puts it into the table.
 
         Raises BadRequest or Busy.
@@ -135,7 +135,7 @@ class Leases:
         bare = msgspec.structs.replace(request, hashes=b"")
         return Lease(tenant, bare, ends, next(self._numbers), request.hashes, tenant_salt(tenant, request.salt))
 
-    def _refuse_many(self, tenant: str, request: wire.Lease) -> None:
+    def _refuse_many(self, tenant: str, request: wire.TakeLease) -> None:
         if self._count >= MOST_LEASES and self._find(tenant, request.name) is None:
             self._refuse(f"there are {self._count} leases, the limit of one server")
 

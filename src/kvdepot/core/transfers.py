@@ -169,9 +169,7 @@ class Transfers:
         self._start(operation)
         return self._place(operation)
 
-    def _begin(
-        self, client: Client, number: bytes, request: wire.Store | wire.Retrieve | wire.Compare
-    ) -> CopyOperation | None:
+    def _begin(self, client: Client, number: bytes, request: wire.Copying) -> CopyOperation | None:
         """A new operation, which has nothing yet; None if the client repeats one that is in progress."""
         if _id(number) in client.operations:
             return None

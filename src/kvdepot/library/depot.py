@@ -94,7 +94,7 @@ class Depot:
         shapes = tuple(shape) if isinstance(shape, list | tuple) else (shape,)
         facts = ModelFacts(model, revision, name_of(dtype), shapes, adapter, chunk_tokens, library=library_of(dtype))
         with self._link.call() as client:
-            least = 0 if client.has_free_chunks else client.chunk_size
+            least = 0 if client.welcome.has_free_chunks else client.chunk_size
             return Namespace(self._link, facts.fit(least))
 
     def status(self) -> Status:

@@ -15,13 +15,14 @@ BOUNDS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
 """Upper bounds of the latency buckets, inclusive; one more bucket holds the rest."""
-INTERNAL = frozenset({"Hello", "Prove", "Noop", "ChunkSize", "Status"})
+INTERNAL = frozenset({"Hello", "Prove", "Noop", "ChunkSize", "GetStatus"})
 """Requests of the protocol itself and of who watches the server. Nobody's prompt waits for them, so they have no
 latencies."""
 ENGINES = ("Complete", "EndSession", "Lookup", "Register", "Retrieve", "Store")
 """Requests of running engines. In Prometheus their series begin at 0, and alerts are about them."""
 COMMANDS = frozenset(
-    {"Count", "Drop", "EndLease", "EndQuarantine", "Forget", "Inspect", "Lease", "Leases", "SetQuota", "Why"}
+    {"Count", "Drop", "EndLease", "EndQuarantine", "ForgetChunks", "Inspect"}
+    | {"ListLeases", "SetQuota", "TakeLease", "Why"}
 )
 """Requests that people make by commands and the web page. They are no engine's unless an engine makes them."""
 _MOST_EVENTS = 100

@@ -1,6 +1,6 @@
 """The status of a server: the schema that command line, HTTP, page and metrics read. Plain data.
 
-Made as the answer to `wire.Status` by core/depot.py, of which each part fills in its fields; clients decode it with
+Made as the answer to `wire.GetStatus` by core/depot.py, of which each part fills in its fields; clients decode it with
 `read`. Sizes in bytes, times in seconds, counters since the server's start.
 Invariant: names here do not change; new fields have a default.
 """
@@ -330,7 +330,7 @@ class Status(msgspec.Struct, kw_only=True):
 
 
 def read(value: object) -> Status:
-    """A server's answer to `wire.Status`; fields added by newer servers are ignored. Raises ProtocolError."""
+    """A server's answer to `wire.GetStatus`; fields added by newer servers are ignored. Raises ProtocolError."""
     try:
         return msgspec.convert(value, Status)
     except msgspec.ValidationError as exc:

@@ -4,7 +4,7 @@ Used by client/socket.py and core/connections.py. One frame per message in both 
 (https://msgpack.org), never pickle:
 
     request   [id: 8 bytes][body]             body = one of `Request`, tagged by its name
-    reply     [id: 8 bytes][boot: 8 bytes][body]   body = `Answer` or `Failure`
+    reply     [id: 8 bytes][boot: 8 bytes][body]   body = `Answer`, `Placement` or `Failure`
 
 The client chooses the id, and the reply repeats it; it precedes the body, so a request whose body cannot be decoded
 still gets a reply. `boot` identifies one run of the server: if it changes, the server has restarted and does not know
@@ -30,7 +30,7 @@ from kvdepot.protocol.leases import HINT_S, NORMAL
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import AnswersStatus
 
-VERSION = 12
+VERSION = 13
 ID_BYTES = 8
 BOOT_BYTES = 8
 MAX_REQUEST_ID = 4096
@@ -40,7 +40,7 @@ MAX_CHUNKS = 1 << 16
 MAX_PLACES, MAX_PLACED_BYTES = 64, 32 << 20
 """The answer to a lookup says where at most this many of the last chunks are, and of these bytes on each rank."""
 MAX_WRITER_RUNS = 16
-"""An answer says of at most this many runs of chunks who has stored them; who has stored those behind is not known."""
+"""An answer names the writers of at most this many runs of chunks; who has stored the chunks behind is not known."""
 MAX_TAILS = 64
 """Tails that one lookup may name."""
 MAX_PLACE = 1 << 31
@@ -58,7 +58,15 @@ MAX_ERROR = 1000
 """Characters of an error's message that are sent; the rest is cut off."""
 
 
-class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True, gc=False):
+class _Shown(msgspec.Struct, frozen=True):
+    def __repr__(self) -> str:
+        """Bytes are shown by their number: nonces and proofs are not for logs."""
+        values = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        shown = (f"{name}={f'{len(each)} bytes' if isinstance(each, bytes) else repr(each)}" for name, each in values)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class _Message(_Shown, tag=True, array_like=True, frozen=True, gc=False):
     pass
 
 
@@ -66,8 +74,8 @@ class Hello(_Message, frozen=True):
     """The first message. Answer: the fields of `Proof`. The version is the first field in every protocol version.
 
     liveness: the name of the client's liveness file (memory/shm.py). nonce: fresh random bytes. sealed: whether
-    messages after `Welcome` are sealed. For log, journal and status only: engine names the engine, equally in all its
-    clients; host and pid are the client's own.
+    messages after `Prove` are sealed. engine, host, pid: for log, journal and status only; all clients of an engine
+    give the same name.
     """
 
     version: int
@@ -78,20 +86,12 @@ class Hello(_Message, frozen=True):
     host: str = ""
     pid: int = 0
 
-    def __repr__(self) -> str:
-        return (
-            f"Hello(version={self.version}, liveness={self.liveness!r}, sealed={self.sealed}, engine={self.engine!r})"
-        )
-
 
 class Prove(_Message, frozen=True):
     """The second message: proves that the client can read the arena and its liveness file. Answer: the fields of
     `Welcome`."""
 
     mac: bytes
-
-    def __repr__(self) -> str:
-        return "Prove()"
 
 
 class Group(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -171,10 +171,10 @@ class Lookup(_Message, frozen=True):
     has no answer yet, which is counted no more, and answered at once with what is in memory.
     queued: the request only waits in its engine's queue, so the answer may take as long as those before it keep their
     pins. tails: where the prefix may end within a chunk, the longest first.
-    pins: without, nothing is pinned, so there is no session to end; what is found is the last to be evicted. own:
-    leading chunks that the engine's own cache has, which are not counted as asked for. writers: whether the answer says
-    who has stored what was found. layout: the fingerprint of all ranks' tensors, if they load small hits without asking
-    again; then the answer has `Places`.
+    pins: whether the chunks are pinned; if not, there is no session to end, and the chunks are the last to be evicted.
+    own: leading chunks that the engine's own cache has, which are not counted as asked for. writers: whether the answer
+    says who has stored the chunks. layout: the fingerprint of all ranks' tensors, if they load small hits without
+    asking again; then the answer has `Places`.
     place: of a queued request in its engine's own queue, from -MAX_PLACE to MAX_PLACE: the lowest goes first, equal
     places in the order of arrival. It orders the lookups of one client among themselves, and of no other client.
     """
@@ -328,7 +328,7 @@ class Clear(_Message, frozen=True):
     model: str = ""
 
 
-class Lease(_Message, frozen=True):
+class TakeLease(_Message, frozen=True):
     """Keep, or later drop, the longest prefix of `hashes` that is cached or being stored. Answer: its chunks so far.
 
     A lease belongs to a tenant, not to a client, lasts until it ends or the server does, and grows while more of its
@@ -373,12 +373,12 @@ class Drop(_Message, frozen=True):
     keep: int = 0
 
 
-class Leases(_Message, frozen=True):
+class ListLeases(_Message, frozen=True):
     """List the leases of the client's tenant, or of all if it has none. Answer: a list of leases.LeaseStatus: at most
     1,000, those that hold most first."""
 
 
-class Forget(_Message, frozen=True):
+class ForgetChunks(_Message, frozen=True):
     """Remove chunks, also pinned ones, from memory and tiers: of models whose names have this prefix, and of one salt;
     empty means all. writer: only what this writer (as in Register) has stored, under any salt.
 
@@ -393,10 +393,10 @@ class Forget(_Message, frozen=True):
 
 
 class Count(_Message, frozen=True):
-    """Ask what a `Forget` of the same model and salt would remove from memory, without removing it.
+    """Ask what a `ForgetChunks` of the same model and salt would remove from memory, without removing it.
 
-    It is not a flag of `Forget`, because a server too old to know the flag would ignore it and forget; it refuses an
-    unknown message. Answer: chunks and their bytes, as a list.
+    It is no flag of `ForgetChunks`: a server too old to know the flag would ignore it and forget, and it refuses an
+    unknown message. Answer: a `ChunkTotal`.
     """
 
     model: str = ""
@@ -437,9 +437,6 @@ class Describe(_Message, frozen=True):
     tokens: bytes
     chunk_tokens: int
 
-    def __repr__(self) -> str:
-        return f"Describe({len(self.hashes) // 32} chunks of {self.chunk_tokens} tokens)"
-
 
 class SetQuota(_Message, frozen=True):
     """Give a tenant, or its requests with a salt (as in Shards), a quota until the server ends; None takes it away.
@@ -459,40 +456,18 @@ class EndQuarantine(_Message, frozen=True):
     model: str = ""
 
 
-class Status(_Message, frozen=True):
+class GetStatus(_Message, frozen=True):
     """Answer: a dict of counts."""
 
 
-Request: TypeAlias = (
-    Hello
-    | Prove
-    | Register
-    | Unregister
-    | Lookup
-    | Store
-    | Retrieve
-    | Compare
-    | Complete
-    | EndSession
-    | ChunkSize
-    | Noop
-    | Clear
-    | Lease
-    | EndLease
-    | Drop
-    | Leases
-    | Forget
-    | Count
-    | Inspect
-    | Why
-    | Describe
-    | SetQuota
-    | EndQuarantine
-    | Status
-)
+Copying: TypeAlias = Store | Retrieve | Compare
+"""Requests that the server answers with a `Placement`, which the client completes."""
+_Engines: TypeAlias = Register | Unregister | Lookup | Copying | Complete | EndSession | Describe
+_Chunks: TypeAlias = Clear | TakeLease | EndLease | Drop | ListLeases | ForgetChunks | Count | EndQuarantine
+Request: TypeAlias = Hello | Prove | ChunkSize | Noop | GetStatus | Inspect | Why | SetQuota | _Engines | _Chunks
 
 
-class Proof(msgspec.Struct, array_like=True, frozen=True):
+class Proof(_Shown, array_like=True, frozen=True):
     """Answer to `Hello`: the server's arena, whose lock shows that it lives, and the proof that it owns it."""
 
     version: int
@@ -500,8 +475,12 @@ class Proof(msgspec.Struct, array_like=True, frozen=True):
     nonce: bytes
     mac: bytes
 
-    def __repr__(self) -> str:
-        return f"Proof(version={self.version}, arena={self.arena!r})"
+
+class ChunkTotal(msgspec.Struct, frozen=True):
+    """A number of chunks, and their bytes."""
+
+    chunks: int
+    bytes: int
 
 
 class Comparison(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -523,7 +502,7 @@ class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):
     checksum: int = 0
 
 
-class Placement(msgspec.Struct, array_like=True, frozen=True):
+class Placement(_Message, frozen=True):
     """Where the bytes of an operation's chunks belong, or are. They stay there until the client completes it or dies.
 
     arena, boot: the arena, and the boot id of the server that this is true of: a later one may have moved chunks.
@@ -588,7 +567,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Answer(_Message, frozen=True):
-    """A result."""
+    """A result that is no `Placement`."""
 
     value: object
 
@@ -601,7 +580,7 @@ class Failure(_Message, frozen=True):
 
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_replies: msgspec.msgpack.Decoder[Answer | Failure] = msgspec.msgpack.Decoder(Answer | Failure)
+_replies: msgspec.msgpack.Decoder[Answer | Placement | Failure] = msgspec.msgpack.Decoder(Answer | Placement | Failure)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -631,7 +610,7 @@ def decode_request(frame: bytes) -> tuple[bytes, Request | errors.ProtocolError]
 
 def encode_answer(number: bytes, boot: bytes, value: object) -> bytes:
     """One frame, server to client: the result of request `number`."""
-    return number + boot + _encode(Answer(value))
+    return number + boot + _encode(value if type(value) is Placement else Answer(value))  # isinstance takes longer
 
 
 def encode_failure(number: bytes, boot: bytes, error: errors.KVDepotError) -> bytes:
@@ -640,19 +619,19 @@ def encode_failure(number: bytes, boot: bytes, error: errors.KVDepotError) -> by
 
 
 def decode_reply(frame: bytes) -> tuple[int, bytes, object]:
-    """Id, boot id, and the value or an error from errors.py (returned, not raised).
-
-    Raises ProtocolError for a frame that is not a reply.
-    """
+    """Id, boot id, and the value or an error from errors.py (returned, not raised): ProtocolError for a body that is
+    none. Raises ProtocolError for a frame too short for a reply."""
     head = ID_BYTES + BOOT_BYTES
     if len(frame) < head:
         raise errors.ProtocolError(f"a frame of {len(frame)} bytes is not a reply")
+    number, boot = int.from_bytes(frame[:ID_BYTES], "little"), frame[ID_BYTES:head]
     try:
         body = _replies.decode(memoryview(frame)[head:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise errors.ProtocolError(f"not a reply of protocol version {VERSION}: {exc}") from exc
-    number = int.from_bytes(frame[:ID_BYTES], "little")
-    boot = frame[ID_BYTES:head]
-    if isinstance(body, Failure):
-        return number, boot, errors.from_code(body.code, body.message)
-    return number, boot, body.value
+        return number, boot, errors.ProtocolError(f"not a reply of protocol version {VERSION}: {exc}")
+    match body:
+        case Answer():
+            return number, boot, body.value
+        case Placement():
+            return number, boot, body
+    return number, boot, errors.from_code(body.code, body.message)

@@ -182,7 +182,7 @@ class Engine(Processes):
     def forget(self) -> None:
         what = self.world.random.choice(["model", "salt", "all"])
         model, salt = self._half._model if what == "model" else "", salt_tag("tenant") if what == "salt" else b""
-        self.clients[0].ask(wire.Forget(model, salt))
+        self.clients[0].ask(wire.ForgetChunks(model, salt))
 
     def store_elsewhere(self, streams: int) -> None:
         """Nothing: what is in tiers has come from here."""

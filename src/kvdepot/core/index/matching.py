@@ -36,7 +36,11 @@ class Match(NamedTuple):
 
 
 def match_prompt(
-    known: Namespaces, tenant: str, request: wire.Lookup | wire.Lease, hashes: bytes, tails: Sequence[wire.Tail] = ()
+    known: Namespaces,
+    tenant: str,
+    request: wire.Lookup | wire.TakeLease,
+    hashes: bytes,
+    tails: Sequence[wire.Tail] = (),
 ) -> Match:
     """The longest prefix of `hashes` (32 bytes per chunk), or of these and one of `tails`, that all of the model's
     namespaces have."""

@@ -472,7 +472,7 @@ class Lookups:
 
     # -- leases
 
-    def lease(self, client: Client, number: bytes, request: wire.Lease, now: float) -> list[Action]:
+    def lease(self, client: Client, number: bytes, request: wire.TakeLease, now: float) -> list[Action]:
         """Begin a lease with what a lookup finds. Raises BadRequest or Busy."""
         lease = self._leases.admit(client.tenant, request, now)
         if not lease.holds:  # so it needs nothing from tiers

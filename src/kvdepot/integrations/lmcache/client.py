@@ -12,25 +12,23 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from kvdepot.client.contract import IPCCacheEngineKey, MessageQueueClient, RequestType, Translated
+from kvdepot.client.contract import Convert, IPCCacheEngineKey, MessageQueueClient, RequestType
 from kvdepot.client.socket import CONNECT_S, MessagingFuture
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
 
+if TYPE_CHECKING:
+    from kvdepot.client.operations import BlockIds
+    from kvdepot.devices.blocks import DeviceEvent
+
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 5.0
-_GUARDED = {
-    RequestType.LOOKUP,
-    RequestType.STORE,
-    RequestType.RETRIEVE,
-    RequestType.END_SESSION,
-    RequestType.UNREGISTER_KV_CACHE,
-}
+_UNGUARDED = RequestType.REGISTER_KV_CACHE, RequestType.NOOP, RequestType.CLEAR
 _PORT_OF_SOCKET = re.compile(r"(ipc://.*):\d*")
 
 
@@ -80,7 +78,7 @@ class GuardedClient(MessageQueueClient):
         """Send a request of the contract. Raises Unavailable if no server tells its chunk size within 5 s."""
         if request_type is RequestType.GET_CHUNK_SIZE:
             return MessagingFuture.resolved(self.learn_chunk_size(CONNECT_S))
-        if request_type not in _GUARDED:
+        if request_type in _UNGUARDED:
             return super().submit_request(request_type, payloads, response_cls)
         skip = self.skip_blocks
         try:
@@ -97,13 +95,14 @@ class GuardedClient(MessageQueueClient):
                 return GuardedFuture(request_type, future, lambda answer: answer is True)
         return GuardedFuture(request_type, future, lambda answer: None)
 
-    def submit_call(self, call: Translated, expected: type[object]) -> MessagingFuture[Any]:
+    def copy_blocks(
+        self, request: wire.Copying, block_ids: list[BlockIds], event: DeviceEvent | None, convert: Convert
+    ) -> MessagingFuture[Any]:
         """Remember stores, so that they can be voided, and leave out the blocks that a retrieve must not write."""
-        if isinstance(call.request, wire.Retrieve) and self.skip_blocks:
-            parts = zip(call.block_ids, self.skip_blocks, strict=True)
-            call.block_ids = [ids._replace(skip=skip) for ids, skip in parts]
-        future = super().submit_call(call, expected)
-        if isinstance(call.request, wire.Store):
+        if isinstance(request, wire.Retrieve) and self.skip_blocks:
+            block_ids = [ids._replace(skip=skip) for ids, skip in zip(block_ids, self.skip_blocks, strict=True)]
+        future = super().copy_blocks(request, block_ids, event, convert)
+        if isinstance(request, wire.Store):
             self._stores.append(future)
         return future
 

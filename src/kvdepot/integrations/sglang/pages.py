@@ -217,7 +217,7 @@ class PageStore:
         try:
             self._enter(pool)
             self._client.learn_chunk_size(CONNECT_S)
-            if not self._client.has_free_chunks and self._client.chunk_size > self._page_tokens:
+            if not self._client.welcome.has_free_chunks and self._client.chunk_size > self._page_tokens:
                 raise ConfigError(
                     f"SGLang's pages of {self._page_tokens} tokens are shorter than the server's chunks of "
                     f"{self._client.chunk_size}: start the server with --chunk-size auto, or SGLang with a --page-size "
@@ -297,7 +297,7 @@ class PageStore:
         readers = int(pool.rank == 0 and name == KV)  # else the server would count each rank's lookup
         prompt = PromptChunks(pool.spec, hash_keys([*before, *keys]), is_chained=prefix is not None)
         answer = ask(self._client, prompt.probe(request, readers, len(before)), wire.Hit, LOOKUP_S)
-        found = answer.result(LOOKUP_S + self._client.lookup_s).chunks
+        found = answer.result(LOOKUP_S + self._client.welcome.lookup_s).chunks
         return min(max(found - len(before), 0), len(keys))
 
     def present(self, name: str, keys: Sequence[str]) -> list[bool]:

@@ -47,7 +47,8 @@ class RequestLeases:
 
     def read(self, request: Request) -> Hints:
         """The request's hints. Refused ones are logged and counted."""
-        hints, reason = read_hints(request, Limits(*self._depot.client.hint_limits))
+        welcome = self._depot.client.welcome
+        hints, reason = read_hints(request, Limits(welcome.max_hint_s, welcome.max_hint_priority))
         if reason:
             self._stats.add("refused_hints")
             rest = "" if hints.stores else ", but it is not stored"

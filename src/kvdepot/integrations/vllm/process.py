@@ -107,13 +107,13 @@ class EngineProcess:
         """The shards that this process stores and loads; all of the engine choose one chunk size. Raises BadRequest."""
         replicas = tensor_replicas(self._kv_cache_config)
         ranks, rank = self._ranks // replicas, self.rank // replicas
-        least = self._least_tokens(ranks) if client.has_free_chunks else client.chunk_size
+        least = self._least_tokens(ranks) if client.welcome.has_free_chunks else client.chunk_size
         spec = ShardSpec.fit_blocks(self.model, ranks, rank, least, self._alignment)
         spec = fit_groups(self._groups, spec)
         log.info(
             "kvdepot: %s at %s as %s, chunks of %d tokens (%s; this engine's blocks: %d)",
             self._name, client.server_url, self.model, spec.chunk_tokens,
-            "chunk size auto" if client.has_free_chunks else f"the server's chunk size: {client.chunk_size}",
+            "chunk size auto" if client.welcome.has_free_chunks else f"the server's chunk size: {client.chunk_size}",
             self._alignment,
         )  # fmt: skip
         for group, fitted in zip(self._groups, spec.groups, strict=False):
@@ -131,7 +131,7 @@ class EngineProcess:
         """The descriptions by which the server publishes what this engine can load; None without a topic."""
         if not self._settings.events_topic:
             return None
-        if depot.client.wants_tokens:
+        if depot.client.welcome.wants_tokens:
             return Descriptions(depot)
         log.warning(
             "kvdepot.events_topic is set, but the server at %s publishes no KV events: start it with --kv-events",

@@ -108,7 +108,7 @@ class SchedulerHalf:
         self._ending_later: list[tuple[int, str, Report]] = []  # sessions to end once the output of a step is back
         self._holds = Holds(self._ranks)
         self._waiting = WaitingStores(self._holds)
-        self._forget_again: tuple[int, wire.Forget] | None = None  # once this step's output is back
+        self._forget_again: tuple[int, wire.ForgetChunks] | None = None  # once this step's output is back
         self._incarnation = b""  # of the server that `saved_chunks` refers to
         self._prefill = PrefillSpeed()
         self._choice = LoadOrCompute(self._prefill)
@@ -288,9 +288,9 @@ class SchedulerHalf:
         if isinstance(outcome, Cached):
             tail = None if outcome.tail is None else tracked.tails[outcome.tail]
             found = outcome.tokens if tail is None else tail.tokens
-            client = self._depot.client
-            has_waited = bool(tracked.waits_since and client.lookup_s)  # for tiers: it does not pay a prefill on top
-            sampled = 0.0 if has_waited else client.verify_hits
+            welcome = self._depot.client.welcome
+            has_waited = bool(tracked.waits_since and welcome.lookup_s)  # for tiers: a prefill on top costs too much
+            sampled = 0.0 if has_waited else welcome.verify_hits
             cached, tracked.check, is_unproven = self._trust.divide(tracked, outcome, num_computed_tokens, sampled)
             runs = outcome.writers
             last = min((run.end for run in runs if run.end * self._chunk_tokens >= cached), default=0)
@@ -324,7 +324,7 @@ class SchedulerHalf:
     def _times(self, missing: int) -> tuple[float, float]:
         """The seconds that the server may take for a lookup, and those in which the engine computes the missing tokens;
         0.0: unknown."""
-        tiers_s = self._depot.client.lookup_s if self._is_connected else 0.0
+        tiers_s = self._depot.client.welcome.lookup_s if self._is_connected else 0.0
         return max(PATIENCE_S, tiers_s), missing / self._prefill.speed if self._prefill.speed else 0.0
 
     # -- what is loaded
@@ -689,7 +689,7 @@ class SchedulerHalf:
         keeps = bool(self._weights.run) and not self._tracked and not self._weights.is_mixed
         is_forgotten = keeps or admin.reset(self._depot.client, self._model)
         self._weights.is_mixed &= not is_forgotten
-        self._void_stores(None if keeps else wire.Forget(self._model))
+        self._void_stores(None if keeps else wire.ForgetChunks(self._model))
         return is_forgotten
 
     def _part(self) -> None:
@@ -698,11 +698,11 @@ class SchedulerHalf:
         What it has stored there is removed.
         """
         self._weights.part()
-        own = wire.Forget(self._model, writer=self._trust.name)
+        own = wire.ForgetChunks(self._model, writer=self._trust.name)
         self._void_stores(own)
         self._depot.client.ask(own, deadline_s=None)
 
-    def _void_stores(self, forget: wire.Forget | None) -> None:
+    def _void_stores(self, forget: wire.ForgetChunks | None) -> None:
         """Void the stores under way, and forget once more what may arrive still. None: what was to be forgotten."""
         for request_id in self._tracked:
             self._uncache(request_id)  # its blocks may be from before and after

@@ -113,7 +113,7 @@ class WorkerHalf:
         if not self.is_connected:
             return
         if orders.void:
-            self._depot.give_up_stores({*self._depot.stores, *self._depot.comparisons}, _PREEMPTION_S)
+            self._depot.give_up_stores({*self._depot.store_futures, *self._depot.comparisons}, _PREEMPTION_S)
         if orders.preempted:
             self._depot.give_up_stores(orders.preempted, _PREEMPTION_S)
 
