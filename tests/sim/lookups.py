@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvdepot.core.index.chunk import Namespace, State, is_hidden, is_there
 from kvdepot.core.lookups.phases import STORE_S, SearchPhase
 from kvdepot.protocol import wire
-from kvdepot.tiers.format import NO_SALT, Facts
+from kvdepot.tiers.format import NO_SALT, ShardFacts
 from tests.sim.groups import deepest, longest, needed
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Behind:
                 continue
             if shard is not None:
                 return False  # it is being written or read, or is corrupt
-            facts = Facts(
+            facts = ShardFacts(
                 group.tenant, group.model, group.world_size, rank, group.blocks_in_chunk, group.chunk_tokens,
                 group.layouts[rank],
             )  # fmt: skip

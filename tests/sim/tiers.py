@@ -21,7 +21,7 @@ from kvdepot.errors import KVDepotError
 from kvdepot.memory.extents import checksum, views
 from kvdepot.tiers import Blob, TierConfig, parse
 from kvdepot.tiers.codec import SLACK, make_codec
-from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
+from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Header, ShardFacts
 from kvdepot.tiers.stamps import Stamps
 from kvdepot.tiers.worker import (
     MOST_PARTS,
@@ -38,10 +38,10 @@ from kvdepot.tiers.worker import (
     Part,
     Probe,
     Save,
-    Saved,
     TierOutcome,
     TierTask,
     Unwanted,
+    Written,
 )  # fmt: skip
 from tests.sim.content import Memory, chunk_image
 from tests.tiers.faulty import FAULTS, FaultyTier, MemoryTier
@@ -89,7 +89,7 @@ class Store:
     def put(self, memory: Memory, key: bytes, salt: bytes, seeds: list[bytes]) -> Part:
         """Another host stores a chunk that it has computed."""
         model = memory.model
-        facts = Facts(
+        facts = ShardFacts(
             "",
             model.name,
             model.world_size,
@@ -355,7 +355,7 @@ class Forgettings:
 
 def _name(chunk: Chunk, rank: int) -> str:
     namespace = chunk.namespace
-    facts = Facts(
+    facts = ShardFacts(
         namespace.tenant,
         namespace.model,
         namespace.world_size,
@@ -391,7 +391,7 @@ def _short_outcome(outcome: TierOutcome) -> str:
         case Loaded():
             marks = {NotLoaded.ABSENT: "-", NotLoaded.CORRUPT: "x", NotLoaded.FORGOTTEN: "f"}
             return "".join(marks[shard] if isinstance(shard, NotLoaded) else "+" for shard in outcome.shards)
-        case Saved():
+        case Written():
             return "".join("+" if kept else "x" for kept in outcome.kept)
         case Forgotten():
             return str(outcome.objects)

@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvdepot.errors import TierError
-from kvdepot.tiers import ABSENT, Blob, Enforcing, Tier, Usage
+from kvdepot.tiers import Blob, Enforcing, Tier, TierUsage
 from kvdepot.tiers.rules import Rules
 
 __all__ = ["FAULTS", "Area", "FaultyTier", "MemoryTier"]
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 FAULTS = {
     "down": "a call raises TierError, with nothing done",
     "late": "a call raises TierError, with everything done",
-    "hide": "find answers False for an object, and read ABSENT",
+    "hide": "find answers False for an object, and read None",
     "promise": "find answers True for an object that may not exist",
     "refuse": "write answers False, with nothing done",
     "lose": "write answers True, with nothing done",
@@ -69,10 +69,10 @@ class MemoryTier:
         with self._lock:
             return [name in self.objects for name in names]
 
-    def read(self, blobs: Sequence[Blob]) -> list[int]:
+    def read(self, blobs: Sequence[Blob]) -> list[int | None]:
         with self._lock:
             found = [self.objects.get(blob.name) for blob in blobs]
-        return [ABSENT if data is None else _fill(blob, data) for blob, data in zip(blobs, found, strict=True)]
+        return [None if data is None else _fill(blob, data) for blob, data in zip(blobs, found, strict=True)]
 
     def write(self, blobs: Sequence[Blob]) -> list[bool]:
         return [self._write(blob.name, b"".join(blob.buffers), blob.born) for blob in blobs]
@@ -116,10 +116,10 @@ class MemoryTier:
                     self.counters["expired"] += 1
         return False
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         with self._lock:
             counts = (len(self.objects), self._bytes) if self.is_counted else (None, None)
-            return Usage(*counts, self.capacity_bytes, dict(self.counters))
+            return TierUsage(*counts, self.capacity_bytes, dict(self.counters))
 
     def close(self) -> None:
         """The objects stay."""
@@ -180,13 +180,13 @@ class FaultyTier:
         found = self._call(lambda: self.tier.find(names))
         return [self._strikes("promise") or (there and not self._strikes("hide")) for there in found]
 
-    def read(self, blobs: Sequence[Blob]) -> list[int]:
+    def read(self, blobs: Sequence[Blob]) -> list[int | None]:
         sizes = self._call(lambda: self.tier.read(blobs))
         return [self._spoil(blob, size) for blob, size in zip(blobs, sizes, strict=True)]
 
-    def _spoil(self, blob: Blob, size: int) -> int:
-        if size < 1 or self._strikes("hide"):
-            return ABSENT
+    def _spoil(self, blob: Blob, size: int | None) -> int | None:
+        if not size or self._strikes("hide"):
+            return None
         if size > blob.size:
             return size
         if self._strikes("corrupt"):
@@ -218,7 +218,7 @@ class FaultyTier:
         assert isinstance(tier, Enforcing), f"{tier!r} is not a local tier"
         return self._call(lambda: tier.enforce(rules, wall))
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         return self._call(self.tier.usage)
 
     def close(self) -> None:

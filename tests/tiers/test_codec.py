@@ -23,9 +23,9 @@ from kvdepot.install import advice
 from kvdepot.memory.extents import checksum
 from kvdepot.tiers import Options
 from kvdepot.tiers.codec import BLOCK_BYTES, SLACK, Codec, make_codec
-from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
+from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Header, ShardFacts
 from kvdepot.tiers.stamps import Stamps
-from kvdepot.tiers.worker import Load, Mover, NotLoaded, Part, Save, Saved
+from kvdepot.tiers.worker import Load, Mover, NotLoaded, Part, Save, Written
 from tests.conftest import HANG_S
 from tests.tiers.faulty import Area, MemoryTier
 from tests.tiers.servers import need
@@ -37,7 +37,7 @@ need(modules=["zstandard", "cryptography"])
 
 import zstandard  # noqa: E402
 
-FACTS = Facts("", "model", 1, 0, 16, 256, bytes(32))
+FACTS = ShardFacts("", "model", 1, 0, 16, 256, bytes(32))
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 PLAIN, ZSTD, AES, BOTH = Codec(), Codec(True), Codec(key=KEY), Codec(True, KEY)
 CODECS = [PLAIN, ZSTD, AES, BOTH]
@@ -364,7 +364,7 @@ def test_a_shard_goes_to_a_tier_and_back_and_is_told_from_one_with_another_key(
     area.bytes[4096 : 4096 + BLOCK_BYTES], area.bytes[400000 : 400000 + 8192] = kv[:BLOCK_BYTES], kv[BLOCK_BYTES:]
     here = Part(FACTS, b"", b"k" * 32, [(4096, BLOCK_BYTES), (400000, 8192)], size)
     there = Part(FACTS, b"", b"k" * 32, [(500032, size)], size)
-    assert Mover(shelf, area, codec, heads, Stamps(codec)).run(Save(0, [here]), 0.0) == Saved([True])
+    assert Mover(shelf, area, codec, heads, Stamps(codec)).run(Save(0, [here]), 0.0) == Written([True])
 
     def load(reader: Codec) -> Any:
         area.bytes[500000:] = 0

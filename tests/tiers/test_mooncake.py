@@ -123,7 +123,7 @@ def write(tier: Tier, number: int, size: int = MIB) -> bool:
 def read(tier: Tier, number: int, size: int = MIB) -> str:
     area = bytearray(size)
     (found,) = tier.read([Blob(name_of(number), [memoryview(area)])])
-    return "missing" if found < 0 else "right" if found == size and area == content(number, size) else "wrong"
+    return "missing" if found is None else "right" if found == size and area == content(number, size) else "wrong"
 
 
 def test_bytes_go_straight_to_where_they_are_wanted(tier: Tier, memory: memoryview) -> None:

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from kvdepot.errors import KVDepotError, TierError
-from kvdepot.tiers import ABSENT, NAME, Blob, Tier, Usage
+from kvdepot.tiers import NAME, Blob, Tier, TierUsage
 
 __all__ = ["TierConformance", "content", "cut", "name_of", "together"]
 
@@ -200,7 +200,7 @@ class TierConformance(Generic[Place]):
         assert tier.find([name_of(n) for n in order]) == [n % 3 > 0 for n in order]
         areas = [bytearray(1000 + 37 * n - (n % 5 == 0)) for n in order]  # every fifth buffer is one byte too small
         answers = tier.read([Blob(name_of(n), [memoryview(area)]) for n, area in zip(order, areas, strict=True)])
-        assert answers == [1000 + 37 * n if n % 3 else ABSENT for n in order]
+        assert answers == [1000 + 37 * n if n % 3 else None for n in order]
         for n, area in zip(order, areas, strict=True):
             if n % 3 and n % 5:
                 assert area == content(n, len(area))
@@ -242,7 +242,7 @@ class TierConformance(Generic[Place]):
         area = memoryview(bytearray(10))
         calls: list[tuple[Callable[[], object], tuple[object, ...]]] = [
             (lambda: tier.find([name_of(1)]), ([False], [True])),
-            (lambda: tier.read([Blob(name_of(1), [area])]), ([ABSENT], [10])),
+            (lambda: tier.read([Blob(name_of(1), [area])]), ([None], [10])),
             (lambda: tier.write([Blob(name_of(2), [area])]), ([False], [True])),
             (lambda: tier.remove([name_of(1)]), (None,)),
             (lambda: tier.forget("", ""), (0, 1, 2)),
@@ -265,7 +265,7 @@ class TierConformance(Generic[Place]):
                     size = tier.read([Blob(name_of(1), [memoryview(area)])])[0]
                 except TierError:
                     return
-                if size == ABSENT:
+                if size is None:
                     return
                 assert size == MIB and area == data, f"read {turn} is wrong"
 
@@ -333,7 +333,7 @@ class TierConformance(Generic[Place]):
                 areas = [bytearray(sizes[-1]) for _ in names]
                 answers = tier.read([Blob(n, cut(memoryview(a), [9])) for n, a in zip(names, areas, strict=True)])
                 for size, area in zip(answers, areas, strict=True):
-                    if size != ABSENT:
+                    if size is not None:
                         version = int.from_bytes(area[:8], "little")
                         assert size == sizes[version % 4], f"{size} bytes of version {version}"
                         assert area[:size] == _stamped(version, size), "bytes of another version"
@@ -357,7 +357,7 @@ class TierConformance(Generic[Place]):
                 assert tier.write([Blob(name_of(number, salt=turn % 2), [memoryview(_stamped(number, 8000))])])
                 area = bytearray(8000)
                 size = tier.read([Blob(name_of(number, salt=turn % 2), [memoryview(area)])])[0]
-                assert size == ABSENT or (size == 8000 and area == _stamped(number, 8000))
+                assert size is None or (size == 8000 and area == _stamped(number, 8000))
 
         def forget() -> None:
             for turn in range(30):
@@ -455,8 +455,8 @@ def _get(tier: Tier, name: str, room: int) -> bytes | None:
     """Read one object; None if it is absent."""
     area = bytearray(room)
     (size,) = tier.read([Blob(name, [memoryview(area)])])
-    assert size <= room, f"{name} has {size} bytes"
-    return None if size == ABSENT else bytes(area[:size])
+    assert size is None or size <= room, f"{name} has {size} bytes"
+    return None if size is None else bytes(area[:size])
 
 
 _LIFE_NAMES = [
@@ -496,7 +496,7 @@ class _Life(RuleBasedStateMachine):
         rooms = [max(1, len(self.model.get(name, b"0")) - less) for name in names]
         areas = [bytearray(room) for room in rooms]
         answers = self.tier.read([Blob(n, cut(memoryview(a), [piece])) for n, a in zip(names, areas, strict=True)])
-        assert list(answers) == [len(self.model.get(name, b"")) or ABSENT for name in names]
+        assert list(answers) == [len(self.model.get(name, b"")) or None for name in names]
         for name, area in zip(names, areas, strict=True):
             if name in self.model and len(area) == len(self.model[name]):
                 assert area == self.model[name], name
@@ -525,7 +525,7 @@ class _Life(RuleBasedStateMachine):
     def everything_is_found_and_nothing_else(self) -> None:
         assert self.tier.find(_LIFE_NAMES) == [name in self.model for name in _LIFE_NAMES]
         usage = self.tier.usage()
-        assert isinstance(usage, Usage)
+        assert isinstance(usage, TierUsage)
         size, count = sum(map(len, self.model.values())), len(self.model)
         assert usage.objects in (None, count)
         assert usage.bytes is None or size <= usage.bytes <= size + count * self.slack_bytes

@@ -35,7 +35,7 @@ from kvdepot import install
 from kvdepot.errors import ConfigError
 from kvdepot.protocol.curve import read_secret
 from kvdepot.tiers import Options
-from kvdepot.tiers.format import Facts, Header
+from kvdepot.tiers.format import Header, ShardFacts
 
 if TYPE_CHECKING:
     import zstandard
@@ -85,7 +85,7 @@ class Codec:
             mark = blake3(key, derive_key_context="kvdepot tiers: which key").digest()[:3]
             self._coding = _ENCRYPTED | int.from_bytes(mark, "little") << 8
 
-    def encode(self, header: Header, facts: Facts, parts: Sequence[memoryview]) -> list[memoryview]:
+    def encode(self, header: Header, facts: ShardFacts, parts: Sequence[memoryview]) -> list[memoryview]:
         """The object: its header with `stored`, `coding` and `nonce` set, and the bytes after it. Blocks.
 
         parts: `header.size` bytes of KV. Uncoded, these very buffers follow the header.

@@ -39,7 +39,7 @@ from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 
 from kvdepot.errors import ConfigError, TierError
-from kvdepot.tiers import ABSENT, Blob, Tally, Usage, convert
+from kvdepot.tiers import Blob, Tally, TierUsage, convert
 from kvdepot.tiers.codec import fill
 from kvdepot.tiers.urls import redact, shown, shown_option
 
@@ -182,7 +182,7 @@ class ObjectTier:
     def find(self, names: Sequence[str]) -> list[bool]:
         return self._each(self._head, names)
 
-    def read(self, blobs: Sequence[Blob]) -> list[int]:
+    def read(self, blobs: Sequence[Blob]) -> list[int | None]:
         return self._each(self._get, blobs)
 
     def write(self, blobs: Sequence[Blob]) -> list[bool]:
@@ -219,7 +219,7 @@ class ObjectTier:
                         page = next(pages, None)
         return gone
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         """capacity_bytes: of the file system, for `file://`. A bucket does not report its size."""
         capacity = None
         with self._edge():
@@ -229,7 +229,7 @@ class ObjectTier:
             else:
                 for _ in obstore.list(self._store, "no-name-begins-so"):  # the cheapest request
                     pass
-        return Usage(capacity_bytes=capacity, counters=self._tally.counts())
+        return TierUsage(capacity_bytes=capacity, counters=self._tally.counts())
 
     def close(self) -> None:
         """Calls in progress continue; obstore closes its connections with the tier."""
@@ -243,12 +243,12 @@ class ObjectTier:
             return True
         return False
 
-    def _get(self, blob: Blob) -> int:
+    def _get(self, blob: Blob) -> int | None:
         with self._edge():
             try:
                 found = obstore.get(self._store, blob.name)
             except FileNotFoundError:
-                return ABSENT
+                return None
             size = found.meta["size"]
             if size > blob.size:
                 return size

@@ -28,7 +28,7 @@ from kvdepot.protocol.model_names import key_of_model
 from kvdepot.protocol.wire import MAX_CLIENT_NAME
 from kvdepot.tiers import Blob, Tier
 from kvdepot.tiers.codec import Codec
-from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, NO_STAMP, STAMP_BYTES, Facts, Header
+from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, NO_STAMP, STAMP_BYTES, Header, ShardFacts
 
 PERIOD_S = 600.0
 FRESH_S = 60.0
@@ -61,7 +61,7 @@ class Stamps:
         self._removing: dict[str, None] = {}  # spaces, until that has succeeded
         self._removals = 0  # that have begun or ended
 
-    def for_save(self, tier: Tier, facts: Facts, writer: str, wall: float) -> bytes | None:
+    def for_save(self, tier: Tier, facts: ShardFacts, writer: str, wall: float) -> bytes | None:
         """The stamp for what a writer saves at `wall`, which the tier has; None if it refuses it. facts: of what is
         saved."""
         if not writer:
@@ -79,7 +79,7 @@ class Stamps:
         self._keep(self._drawn, own.space, _Known(stamp, wall), removals)
         return stamp
 
-    def writer_of(self, tier: Tier, facts: Facts, stamp: bytes, wall: float) -> str | None:
+    def writer_of(self, tier: Tier, facts: ShardFacts, stamp: bytes, wall: float) -> str | None:
         """The writer of an object that was read at `wall`; empty: it names none. None: it was forgotten."""
         if stamp == NO_STAMP:
             return ""
@@ -124,12 +124,12 @@ class Stamps:
                 if len(known) > _MOST:
                     known.popitem(last=False)
 
-    def _read(self, tier: Tier, own: Facts, stamp: bytes) -> str | None:
+    def _read(self, tier: Tier, own: ShardFacts, stamp: bytes) -> str | None:
         """The writer, if the tier has its stamp."""
         head, kv, rest = bytearray(HEADER_BYTES), bytearray(_KV_BYTES), bytearray(self._codec.slack)
         blob = Blob(own.name(NO_SALT, stamp), [memoryview(head), memoryview(kv), memoryview(rest)])
         (size,) = tier.read([blob])
-        header = Header.unpack(memoryview(head)) if HEADER_BYTES <= size <= blob.size else None
+        header = Header.unpack(memoryview(head)) if HEADER_BYTES <= (size or 0) <= blob.size else None
         if header is None or not header.names(own, NO_SALT, stamp, _KV_BYTES) or self._codec.why_not(header):
             return None
         if header.coding and not self._codec.decode(header, blob.buffers[1:], [memoryview(kv)]):
@@ -137,7 +137,7 @@ class Stamps:
         writer = bytes(kv).rstrip(b"\0").decode(errors="replace")
         return writer if _sum(kv) == header.checksum and _digest(writer) == own.layout else None
 
-    def _write(self, tier: Tier, own: Facts, stamp: bytes, writer: str, born: int) -> bool:
+    def _write(self, tier: Tier, own: ShardFacts, stamp: bytes, writer: str, born: int) -> bool:
         kv = bytearray(writer.encode().ljust(_KV_BYTES, b"\0"))
         header = Header(own.digest, stamp, NO_SALT, _KV_BYTES, _KV_BYTES, _sum(kv), born)
         answers = tier.write([Blob(own.name(NO_SALT, stamp), self._codec.encode(header, own, [memoryview(kv)]))])
@@ -151,9 +151,9 @@ def space_of(tenant: str, model: str, writer: str) -> str:
     return _facts_of(tenant, key_of_model(model), _digest(writer)).space
 
 
-def _facts_of(tenant: str, model: str, digest: bytes) -> Facts:
+def _facts_of(tenant: str, model: str, digest: bytes) -> ShardFacts:
     """The facts of a writer's stamps, which go when all of the model is forgotten."""
-    return Facts(tenant, model, 0, 0, 0, 0, digest)
+    return ShardFacts(tenant, model, 0, 0, 0, 0, digest)
 
 
 def _digest(writer: str) -> bytes:

@@ -29,9 +29,9 @@ from kvdepot.logs import Sparing
 from kvdepot.memory.allocator import Extents
 from kvdepot.memory.extents import Memory, checksum, views
 from kvdepot.protocol.quotas import shortest
-from kvdepot.tiers import Blob, Enforcing, Tier, TierConfig, Usage
+from kvdepot.tiers import Blob, Enforcing, Tier, TierConfig, TierUsage
 from kvdepot.tiers.codec import SLACK, Codec, make_codec
-from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, NO_STAMP, Facts, Header
+from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, NO_STAMP, Header, ShardFacts
 from kvdepot.tiers.rules import Rules
 from kvdepot.tiers.stamps import Stamps
 
@@ -54,7 +54,7 @@ class Part:
     seconds since 1970, and who has stored it (empty: not known).
     """
 
-    facts: Facts
+    facts: ShardFacts
     salt: bytes
     key: bytes
     extents: Extents
@@ -92,7 +92,7 @@ class Find(_Task):
 
     kind = LOOKUPS
 
-    objects: list[tuple[Facts, bytes]]
+    objects: list[tuple[ShardFacts, bytes]]
     salt: bytes
 
     def is_wanted(self) -> bool:
@@ -116,7 +116,7 @@ class Load(_Task):
 
 @dataclass(slots=True, eq=False)
 class Save(_Task):
-    """Write shards. Outcome: Saved."""
+    """Write shards. Outcome: Written."""
 
     kind = WRITES
 
@@ -131,9 +131,11 @@ class Erase(_Task):
 
 
 @dataclass(slots=True, eq=False)
-class Forget(_Task):
-    """Remove all objects of a salt and of these namespaces (prefixes of their names), or if there are stamps (spaces of
-    their names), only what their writers have saved, which counts as none. Outcome: Forgotten."""
+class ForgetSpaces(_Task):
+    """Remove the objects of a salt and of namespaces (prefixes of the second part of names). Outcome: Forgotten.
+
+    stamps: if there are any, only what writers have saved, by the spaces of the writers' stamps; counted as none.
+    """
 
     salt: str
     namespaces: list[str]
@@ -142,7 +144,7 @@ class Forget(_Task):
 
 @dataclass(slots=True, eq=False)
 class Probe(_Task):
-    """Check whether the tier responds. Outcome: its Usage."""
+    """Check whether the tier responds. Outcome: its TierUsage."""
 
     kind = ""
 
@@ -154,7 +156,7 @@ class Enforce(_Task):
     rules: Rules
 
 
-TierTask: TypeAlias = Find | Load | Save | Erase | Forget | Probe | Enforce
+TierTask: TypeAlias = Find | Load | Save | Erase | ForgetSpaces | Probe | Enforce
 
 
 # -- outcomes
@@ -190,7 +192,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class Written:
     """Whether the tier has each part of the Save now. took_s: see `Loaded`."""
 
     kept: list[bool]
@@ -216,7 +218,9 @@ class Enforced:
     is_behind: bool
 
 
-TierOutcome: TypeAlias = Located | Unwanted | Loaded | Saved | Erased | Forgotten | Usage | Enforced | KVDepotError
+TierOutcome: TypeAlias = (
+    Located | Unwanted | Loaded | Written | Erased | Forgotten | TierUsage | Enforced | KVDepotError
+)
 """A KVDepotError: the task failed, and the state of its objects is unknown."""
 
 
@@ -320,7 +324,7 @@ class TierWorker:
             except BaseException as exc:  # noqa: BLE001 - the top of a thread: it answers, whatever is raised
                 kind = next(each for each in type(tier_task).__mro__ if each.__module__ == __name__)
                 outcome = self._failure(kind.__name__, exc)
-            if isinstance(outcome, Loaded | Saved):
+            if isinstance(outcome, Loaded | Written):
                 outcome = dataclasses.replace(outcome, took_s=time.monotonic() - began)
             self._report(tier_task, outcome)
 
@@ -386,14 +390,14 @@ class Mover:
             case Load():
                 return Loaded(self._load(tier_task.parts, wall))
             case Save():
-                return Saved(self._save(tier_task.parts, wall))
+                return Written(self._save(tier_task.parts, wall))
             case Erase():
                 tier.remove(tier_task.names)
                 return Erased()
-            case Forget() if tier_task.stamps:
+            case ForgetSpaces() if tier_task.stamps:
                 self.stamps.remove(tier, tier_task.stamps)
                 return Forgotten(0)
-            case Forget():
+            case ForgetSpaces():
                 return Forgotten(sum(tier.forget(tier_task.salt, namespace) for namespace in tier_task.namespaces))
             case Probe():
                 return tier.usage()
@@ -423,8 +427,8 @@ class Mover:
         writer = self.stamps.writer_of(self.tier, part.facts, header.stamp, wall)
         return NotLoaded.FORGOTTEN if writer is None else msgspec.structs.replace(header, writer=writer)
 
-    def _accept(self, part: Part, blob: Blob, size: int, wall: float) -> Header | NotLoaded:
-        if size < 0:
+    def _accept(self, part: Part, blob: Blob, size: int | None, wall: float) -> Header | NotLoaded:
+        if size is None:
             return NotLoaded.ABSENT
         header = Header.unpack(blob.buffers[0]) if HEADER_BYTES <= size <= blob.size else None
         if header is None or not header.names(part.facts, part.salt or NO_SALT, part.key, part.size):

@@ -48,7 +48,7 @@ from msgspec import Meta
 
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.eviction import POLICIES
-from kvdepot.tiers import ABSENT, NAME, Blob, Tally, Usage, convert
+from kvdepot.tiers import NAME, Blob, Tally, TierUsage, convert
 from kvdepot.tiers.disk.directory import (
     LEFT,
     LOCK,
@@ -211,7 +211,7 @@ class Disk:
         self._counted.wait()
         self._directory.check()
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         """Without objects and bytes while the directory is being counted. Reopens a directory that was gone."""
         with self._opening:
             if self._directory.ended is not None and not self._closed:
@@ -220,7 +220,7 @@ class Disk:
             self._directory.check_here()
             self._retry_discarded()
             ledger, counted = self._ledger, self._counted.is_set()
-            return Usage(
+            return TierUsage(
                 len(ledger) if counted else None,
                 ledger.used_bytes if counted else None,
                 ledger.capacity_bytes,
@@ -245,14 +245,14 @@ class Disk:
 
     # -- reading
 
-    def read(self, blobs: Sequence[Blob]) -> list[int]:
+    def read(self, blobs: Sequence[Blob]) -> list[int | None]:
         with self._directory.call():
             return [self._read(blob) for blob in blobs]
 
-    def _read(self, blob: Blob) -> int:
+    def _read(self, blob: Blob) -> int | None:
         entry = self._ledger.hold(blob.name)
         if entry is None:
-            return ABSENT
+            return None
         try:
             return self._read_file(blob, entry)
         except FileNotFoundError as exc:
@@ -261,12 +261,12 @@ class Disk:
             if is_lost:  # by nothing that we did
                 self._tally("vanished")
                 self._directory.failed("read", exc)
-            return ABSENT
+            return None
         except OSError as exc:
             self._directory.failed("read", exc)
             if exc.errno == errno.EIO:  # otherwise it would be found, and fail, forever
                 self._remove(entry.name)
-            return ABSENT
+            return None
         finally:
             self._ledger.release(entry)
 

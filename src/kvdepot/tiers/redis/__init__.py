@@ -41,7 +41,7 @@ from redis.exceptions import (
 )
 
 from kvdepot.errors import ConfigError, TierError
-from kvdepot.tiers import ABSENT, Blob, Tally, Usage, convert
+from kvdepot.tiers import Blob, Tally, TierUsage, convert
 from kvdepot.tiers.codec import fill
 from kvdepot.tiers.redis.exchange import (
     Reply,
@@ -154,9 +154,9 @@ class RedisTier:
                 there[index] = expect(count, int) == 1
         return there
 
-    def read(self, blobs: Sequence[Blob]) -> list[int]:
+    def read(self, blobs: Sequence[Blob]) -> list[int | None]:
         """Replies are copied as they arrive; meanwhile the server sends the next."""
-        sizes = [ABSENT] * len(blobs)
+        sizes: list[int | None] = [None] * len(blobs)
         with self._answers([get_request(self._key(blob.name), blob.size) for blob in blobs]) as answers:
             for index, (watched, length, *parts, _, unchanged) in answers:
                 expect(watched, bytes)
@@ -211,13 +211,13 @@ class RedisTier:
                         break
         return gone
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         """capacity_bytes: the servers' `maxmemory`. Only a walk over all keys could count our objects. Raises TierError
         for a cluster's node that is used as a server alone."""
         self.find(_PROBES if isinstance(self._servers, Single) else ())
         with self._edge():
             limits = [self._limit(client) for client in self._servers.clients()]
-        return Usage(capacity_bytes=sum(limits) if all(limits) else None, counters=self._tally.counts())
+        return TierUsage(capacity_bytes=sum(limits) if all(limits) else None, counters=self._tally.counts())
 
     def close(self) -> None:
         """Idle connections are closed now, the others after the calls that use them."""
