@@ -107,7 +107,7 @@ class Behind:
                 group.layouts[rank],
             )  # fmt: skip
             name = facts.name(salt or NO_SALT, key)
-            if not any(name in store.objects.objects for store in self._server.host.stores):
+            if not any(name in store.tier.objects for store in self._server.host.stores):
                 return False
         return True
 
@@ -126,7 +126,7 @@ class Behind:
             counters["failed_chunks"] + counters["expired_chunks"] + counters["corrupt_chunks"],
             sum(tier.counters[name] for tier in tiers for name in names)
             + sum(tier.counters["breaker_openings"] + tier.speed.retry_at for tier in tiers),
-            sum(store.tier.injected.total() + store.objects.counters["evicted"] for store in server.host.stores),
+            sum(store.tier.injected.total() + store.tier.counters["evicted"] for store in server.host.stores),
         )
 
     def answered(self, asked: tuple[bytes, bytes], value: object, in_time: bool) -> None:
