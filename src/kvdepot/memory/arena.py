@@ -25,14 +25,7 @@ from kvdepot.errors import ArenaError
 from kvdepot.logs import Sparing
 from kvdepot.memory import shm
 from kvdepot.memory.allocator import Extents
-from kvdepot.memory.arena_header import (
-    CHUNKS_OFFSET,
-    EARLIER,
-    HEADER_BYTES,
-    SECRET_OFFSET,
-    WITHDRAWALS_OFFSET,
-    ArenaHeader,
-)  # fmt: skip
+from kvdepot.memory.arena_header import CHUNKS_OFFSET, HEADER_BYTES, SECRET_OFFSET, WITHDRAWALS_OFFSET, ArenaHeader
 from kvdepot.memory.records import ARENA_BYTES_A_SLOT, SLOT_BYTES
 from kvdepot.memory.room import free_bytes
 from kvdepot.protocol.handshake import SECRET_BYTES
@@ -150,8 +143,6 @@ class Arena:
 
     def _find_uses(self, found: ArenaHeader) -> bool:
         """Note what clients of the previous server use; whether it may go on while we serve."""
-        if found.version == EARLIER:
-            return not locks.uses(self._fd, 0, 1)
         self.in_use = locks.uses(self._fd, found.chunks_start, self.whole)
         return all(start + size <= self.size for start, size in self.in_use)
 

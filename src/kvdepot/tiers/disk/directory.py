@@ -3,7 +3,6 @@
     kvdepot.lock        the holder of its lock owns the directory
     tmp/                files being written: renamed when they are complete, removed by the next server's start
     trash/              forgotten namespaces, until they are removed
-    quarantine/         of version 0.1: removed at the start
     5a/5a..9/0c..1/e7/e7..3.0
                         objects: salt, space, key and rank, fanned out by the first two characters of salt and key
 
@@ -37,7 +36,7 @@ sparing_log = Sparing(log)
 _T = TypeVar("_T")
 
 LOCK, TMP, TRASH = "kvdepot.lock", "tmp", "trash"
-LEFT = (TMP, TRASH, "quarantine")
+LEFT = (TMP, TRASH)
 """Directories whose contents the next server's start removes."""
 _LEVELS = [re.compile(f"[0-9a-f]{{{length}}}") for length in (2, 32, 32)] + [re.compile(r"[0-9a-f][0-9a-f.]")]
 """Names of the directories above an object, from the root."""
