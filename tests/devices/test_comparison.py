@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,23 +11,17 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from kvdepot.devices.blocks import CopyPiece
+from kvdepot.devices.blocks import CopyPiece, Scratch
 from kvdepot.devices.comparison import compare
 from kvdepot.devices.host import HostBlocks
 from kvdepot.errors import LayoutError
 from kvdepot.memory.allocator import PAGE
-from kvdepot.memory.extents import Bytes
 from kvdepot.protocol.layout import Layout, TensorView, build_layout
 
 LAYERS, BLOCKS, TOKENS, HEADS, DIM = 6, 8, 16, 2, 64
 LIMIT = 4 * 2**-7 * math.sqrt(LAYERS)
 """The limit that an engine of as many layers asks for, in bfloat16."""
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
-
-
-@dataclass(eq=False)
-class Arena:
-    bytes: Bytes
 
 
 class Worker:
@@ -60,7 +53,7 @@ class Worker:
         """Store the blocks as one chunk, in two extents, change them, and compare them with it."""
         size = self.blocks.layout.block_bytes * len(self.ids)
         piece = CopyPiece(((4 * PAGE, cut), (8 * PAGE + cut, size)), self.ids)
-        arena = Arena(np.zeros(8 * PAGE + cut + size, np.uint8))
+        arena = Scratch(np.zeros(8 * PAGE + cut + size, np.uint8))
         self.blocks.move(arena, [piece], is_store=True)
         before = arena.bytes.copy()
         change(self)

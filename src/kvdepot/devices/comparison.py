@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.devices.blocks import ArenaBytes, BlockMemory, CopyPiece
+from kvdepot.devices.blocks import ArenaBytes, BlockMemory, CopyPiece, Scratch
 from kvdepot.memory.extents import Bytes, views
 from kvdepot.protocol.layout import Layout
 
@@ -78,24 +78,14 @@ _TYPES = {
 }
 
 
-@dataclass(eq=False)
-class _Scratch:
-    """Memory for some blocks, in place of the arena."""
-
-    bytes: Bytes
-
-    def is_freed(self) -> bool:
-        return False
-
-
 _kept = threading.local()
 
 
-def _scratch(size: int) -> _Scratch:
+def _scratch(size: int) -> Scratch:
     """Scratch of at least `size` bytes. Each thread keeps its own: its pages would be zeroed anew for each chunk."""
-    found: _Scratch | None = getattr(_kept, "scratch", None)
+    found: Scratch | None = getattr(_kept, "scratch", None)
     if found is None or len(found.bytes) < size:
-        found = _kept.scratch = _Scratch(np.empty(size, np.uint8))
+        found = _kept.scratch = Scratch(np.empty(size, np.uint8))
     return found
 
 

@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -92,15 +92,9 @@ class Arena:
 
     def _claim(self, boot: bytes) -> ArenaHeader:
         """Lock the file, give it its size, and write and return its header."""
-        deadline = time.monotonic() + _LOCK_WAIT_S  # a client that checks whether we live locks it for an instant
-        while not locks.lock(self._fd):
-            if time.monotonic() < deadline:
-                time.sleep(0.01)
-                continue
+        # A client that checks whether we live locks it for an instant.
+        if not _becomes(lambda: locks.lock(self._fd), _LOCK_WAIT_S):
             raise ArenaError(f"arena {self.path} is in use by another kvdepot server; choose another --arena-name")
-        return self._claim_locked(boot)
-
-    def _claim_locked(self, boot: bytes) -> ArenaHeader:
         found = ArenaHeader.read(self._fd, self.path) if self.taken_over else None
         os.fchmod(self._fd, 0o600)
         old = os.fstat(self._fd).st_blocks * 512
@@ -127,10 +121,7 @@ class Arena:
         # In case we die before `settle`, the header gives the size of the old contents. Whoever begins a use now finds
         # our boot id, and ends it at once (arena_view.py).
         header = self._write_header(ArenaHeader(min(self.whole, self.size), found.table_bytes, boot))
-        deadline = time.monotonic() + _USE_WAIT_S
-        while not (can_stay := self._find_uses(found)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if not can_stay:
+        if not _becomes(lambda: self._find_uses(found), _USE_WAIT_S):
             # Whoever stopped in the middle of a copy may go on at any time, so the file cannot be taken over.
             log.warning("a client hangs while it copies to or from %s: starting with an empty arena", self.path)
             self.path.unlink(missing_ok=True)
@@ -250,3 +241,11 @@ class Arena:
         """Remove the file, unless another one has taken its name. It stays locked until `close` or our end."""
         if not self.is_lost():
             self.path.unlink(missing_ok=True)
+
+
+def _becomes(test: Callable[[], bool], timeout_s: float) -> bool:
+    """Call `test` until it is true; whether that was in time. Blocks."""
+    deadline = time.monotonic() + timeout_s
+    while not (is_true := test()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return is_true

@@ -142,9 +142,7 @@ class Records:
 
     def erase(self, slot: int | None) -> None:
         """Remove the record that `write` put at this slot; None: do nothing."""
-        if slot is None:
-            return
-        for each in (slot, *self._further.pop(slot, ())):
+        for each in () if slot is None else (slot, *self._further.pop(slot, ())):
             self._wipe(each)
             self._free.append(each)
 

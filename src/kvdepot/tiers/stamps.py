@@ -17,7 +17,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from blake3 import blake3
@@ -40,14 +40,9 @@ _MOST = 4096
 """Stamps that are remembered, of each kind."""
 
 
-class _Known(NamedTuple):
-    """Something that was true at `wall` (seconds since 1970). value: a stamp or a writer."""
-
-    value: bytes | str
-    wall: float
-
-    def holds(self, wall: float, for_s: float) -> bool:
-        return 0 <= wall - self.wall < for_s
+_T = TypeVar("_T")
+_Known: TypeAlias = "OrderedDict[str, tuple[_T, float]]"
+"""What was true, by name, and when: seconds since 1970."""
 
 
 class Stamps:
@@ -56,8 +51,8 @@ class Stamps:
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._lock = threading.Lock()
-        self._drawn: OrderedDict[str, _Known] = OrderedDict()  # the writer's latest stamp, by space
-        self._seen: OrderedDict[str, _Known] = OrderedDict()  # writers of stamps that the tier has, by name
+        self._drawn: _Known[bytes] = OrderedDict()  # the writer's latest stamp, by space
+        self._seen: _Known[str] = OrderedDict()  # writers of stamps that the tier has, by name
         self._removing: dict[str, None] = {}  # spaces, until that has succeeded
         self._removals = 0  # that have begun or ended
 
@@ -68,15 +63,13 @@ class Stamps:
             return NO_STAMP
         digest = _digest(writer)
         own = _facts_of(facts.tenant, facts.model, digest)
-        with self._lock:
-            known, removals = self._drawn.get(own.space), self._removals
-        if known is not None and known.holds(wall, PERIOD_S):
-            assert isinstance(known.value, bytes)
-            return known.value
+        removals = self._removals
+        if (known := self._recall(self._drawn, own.space, wall, PERIOD_S)) is not None:
+            return known
         stamp = digest + os.urandom(STAMP_BYTES - _DIGEST_BYTES)
         if not self._write(tier, own, stamp, writer, int(wall)):
             return None
-        self._keep(self._drawn, own.space, _Known(stamp, wall), removals)
+        self._keep(self._drawn, own.space, (stamp, wall), removals)
         return stamp
 
     def writer_of(self, tier: Tier, facts: ShardFacts, stamp: bytes, wall: float) -> str | None:
@@ -87,14 +80,12 @@ class Stamps:
         if own.space in self._removing:
             self.remove(tier, [own.space])
         name = own.name(NO_SALT, stamp)
-        with self._lock:
-            known, removals = self._seen.get(name), self._removals
-        if known is not None and known.holds(wall, FRESH_S):
-            assert isinstance(known.value, str)
-            return known.value
+        removals = self._removals
+        if (known := self._recall(self._seen, name, wall, FRESH_S)) is not None:
+            return known
         writer = self._read(tier, own, stamp)
         if writer is not None:
-            self._keep(self._seen, name, _Known(writer, wall), removals)
+            self._keep(self._seen, name, (writer, wall), removals)
         return writer
 
     def remove(self, tier: Tier, spaces: Sequence[str]) -> None:
@@ -115,7 +106,13 @@ class Stamps:
             for space in spaces:
                 self._removing.pop(space, None)
 
-    def _keep(self, known: OrderedDict[str, _Known], name: str, value: _Known, removals: int) -> None:
+    def _recall(self, known: _Known[_T], name: str, wall: float, for_s: float) -> _T | None:
+        """What was remembered less than `for_s` before `wall`."""
+        with self._lock:
+            found = known.get(name)
+            return found[0] if found and 0 <= wall - found[1] < for_s else None
+
+    def _keep(self, known: _Known[_T], name: str, value: tuple[_T, float], removals: int) -> None:
         """Remember something, unless a removal has begun or ended since it was looked at."""
         with self._lock:
             if self._removals == removals:

@@ -77,10 +77,8 @@ LOOKUPS, READS, WRITES, REMOVALS = "lookups", "reads", "writes", "removals"
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """A call of a tier. It comes back with the outcome; core/tiering/ has subclasses that say what it is for.
-
-    tier: the tier's number. kind: of the call; empty for a probe.
-    """
+    """A call of a tier; core/tiering/ has subclasses that say what it is for. tier: the tier's number. kind: of the
+    call; empty for a probe."""
 
     tier: int
     kind: ClassVar[str] = REMOVALS
@@ -431,9 +429,8 @@ class Mover:
         if size is None:
             return NotLoaded.ABSENT
         header = Header.unpack(blob.buffers[0]) if HEADER_BYTES <= size <= blob.size else None
-        if header is None or not header.names(part.facts, part.salt or NO_SALT, part.key, part.size):
-            return NotLoaded.CORRUPT
-        if header.stored != size - HEADER_BYTES:
+        is_this = header is not None and header.names(part.facts, part.salt or NO_SALT, part.key, part.size)
+        if header is None or not is_this or header.stored != size - HEADER_BYTES:
             return NotLoaded.CORRUPT
         if self.ttl_s and not -SKEW_S <= wall - header.born <= self.ttl_s:  # from the future: nobody knows its age
             return NotLoaded.ABSENT

@@ -50,7 +50,6 @@ from kvdepot.errors import ConfigError, TierError
 from kvdepot.eviction import POLICIES
 from kvdepot.tiers import NAME, Blob, Tally, TierUsage, convert
 from kvdepot.tiers.disk.directory import (
-    LEFT,
     LOCK,
     TMP,
     TRASH,
@@ -167,7 +166,7 @@ class Disk:
         self._directory.release()
 
     def attach(self, memory: Sequence[memoryview]) -> None:
-        """Nothing to prepare."""
+        """Do nothing: the kernel reads from and writes to any memory."""
 
     def close(self) -> None:
         """Waits for calls in progress; while one hangs, the directory stays locked."""
@@ -192,7 +191,7 @@ class Disk:
     def _count(self) -> None:
         """Remove what an earlier server left half done, count objects, and evict down to the capacity and the caps."""
         root = self._root
-        for left in LEFT:
+        for left in (TMP, TRASH):
             with contextlib.suppress(FileNotFoundError):
                 self._tally("swept", len(os.listdir(f"{root}/{left}")))
             with contextlib.suppress(FileNotFoundError):
