@@ -74,7 +74,7 @@ _Array: TypeAlias = npt.NDArray[Any]
 
 
 def _kinds(nb: int, rows: int, heads: int, dim: int) -> dict[str, tuple[tuple[int, ...], int, Callable[[_Array], Any]]]:
-    """Layouts by name: the shape of the storage, the block axis of its layers, and the layers in it (one, or a list)."""
+    """Layouts by name: the shape of the storage, the block axis of its layers, and its layers (one, or a list)."""
     size = rows * dim
     ends = [((i + 1) * rows, heads * rows + i + 1) for i in range(heads)]  # of layers of two sizes
     return {

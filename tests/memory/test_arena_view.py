@@ -98,7 +98,7 @@ def joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(start, end - start) for start, end in arena_view._joined(ranges)]
 
 
-def test_a_use_of_many_places_is_one_of_all_between_them(name: str) -> None:
+def test_a_use_of_very_many_places_covers_all_between_them(name: str) -> None:
     die(name)
     with ArenaView(SHM, name, FIRST).use((SIZE - at * 2 * PAGE, PAGE) for at in range(1, 300)):
         successor = Arena(SHM, name, SIZE, SECOND)

@@ -131,7 +131,7 @@ def test_an_arena_that_nobody_sized_leaves_engines_their_share(shm_mib: int, mac
     assert default_arena(bounds, 10 * MIB) // MIB == arena_mib, "an earlier server's arena counts as free"
 
 
-def test_of_a_folder_that_is_not_dev_shm_an_arena_leaves_engines_nothing() -> None:
+def test_an_arena_outside_dev_shm_leaves_engines_nothing() -> None:
     assert default_arena([Limit("/mnt/arena", 300 * MIB, 300 * MIB, "")], 0) == 75 * MIB
 
 

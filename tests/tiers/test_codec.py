@@ -281,7 +281,7 @@ def test_encrypted_bytes_belong_to_their_header_alone(codec: Codec, change: dict
     assert not codec.decode(msgspec.structs.replace(header, **change), rest, [out.data])
 
 
-def test_it_says_why_an_object_is_not_for_it() -> None:
+def test_a_codec_says_why_it_cannot_read_an_object() -> None:
     kv = normal(1000)
     (plain, _), (sealed, _) = coding_of(PLAIN, kv), coding_of(AES, kv)
     later = msgspec.structs.replace(plain, coding=16)

@@ -59,9 +59,7 @@ def test_a_panic_of_a_library_is_answered_and_ends_no_thread(
     assert not worker.is_busy()
 
 
-def test_whatever_ends_the_counting_of_a_folder_ends_the_waiting_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_fail_once_the_counting_of_a_folder_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: str) -> Any:
         raise MemoryError
 

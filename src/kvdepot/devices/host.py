@@ -169,7 +169,7 @@ class _Pages:
             return self._ended
 
     def stop(self) -> None:
-        """One of those who have started it needs it no more; after the last one it ends early. Never blocks."""
+        """Undo one `start`. After the last one, the background ends early. Never blocks."""
         with self._lock:
             self._followers -= 1
             if not self._followers:
@@ -245,7 +245,8 @@ class _Stack:
     """uint8[layers, segments of a layer, num_blocks, size], the memory of `rows`."""
 
     def copy(self, piece: CopyPiece, runs: _Runs | None, area: Bytes, is_store: bool) -> None:
-        """Copy blocks to a chunk's bytes of these segments, or back; a load not the first blocks. runs: of the ids."""
+        """Copy blocks to a chunk's bytes of these segments, or back; a load leaves the first `skip` blocks. runs: of the
+        ids that are copied."""
         skip = 0 if is_store else piece.skip
         size, count, ids = self.rows[0].size, len(piece.block_ids), piece.block_ids[skip:]
         if len(self.rows) < _CALLS * count:

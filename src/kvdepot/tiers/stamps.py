@@ -5,10 +5,10 @@ an object with the writer's name. The headers of what it saves have the stamp, a
 has that stamp. To forget the writer, its stamps are removed: what was saved with them is refused when it is read, by
 every server and after every restart, and removed then.
 
-A list of those that were forgotten would do the reverse: a store that drops the list would serve what was forgotten,
-whereas one that drops a stamp, by eviction or age, loses the hits of one period. Nor does a clock say what was saved
-before. A server looks at a stamp again after `FRESH_S`, so it may use what another server has had a shared tier forget
-for as long, and what the other one saves for that writer in the same period is refused.
+A list of forgotten writers would be worse: a store that drops the list would serve what was forgotten, whereas a store
+that drops a stamp, by eviction or age, loses the hits of one period. Nor do clocks of hosts say what was saved first. A
+server looks at a stamp again after `FRESH_S`. For as long, it may use what another server has had a shared tier
+forget, and what the other server saves for that writer in the same period is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOST = 4096
 
 _T = TypeVar("_T")
 _Known: TypeAlias = "OrderedDict[str, tuple[_T, float]]"
-"""What was true, by name, and when: seconds since 1970."""
+"""Facts by name, each with the time at which it was true (seconds since 1970)."""
 
 
 class Stamps:
@@ -57,8 +57,8 @@ class Stamps:
         self._removals = 0  # that have begun or ended
 
     def for_save(self, tier: Tier, facts: ShardFacts, writer: str, wall: float) -> bytes | None:
-        """The stamp for what a writer saves at `wall`, which the tier has; None if it refuses it. facts: of what is
-        saved."""
+        """The stamp, which the tier has, for a shard with these facts that a writer saves at `wall`; None if the tier
+        refuses the stamp."""
         if not writer:
             return NO_STAMP
         digest = _digest(writer)
@@ -73,7 +73,8 @@ class Stamps:
         return stamp
 
     def writer_of(self, tier: Tier, facts: ShardFacts, stamp: bytes, wall: float) -> str | None:
-        """The writer of an object that was read at `wall`; empty: it names none. None: it was forgotten."""
+        """The writer of an object that was read at `wall`: empty if the object names none, None if the writer was
+        forgotten."""
         if stamp == NO_STAMP:
             return ""
         own = _facts_of(facts.tenant, facts.model, stamp[:_DIGEST_BYTES])
@@ -107,7 +108,7 @@ class Stamps:
                 self._removing.pop(space, None)
 
     def _recall(self, known: _Known[_T], name: str, wall: float, for_s: float) -> _T | None:
-        """What was remembered less than `for_s` before `wall`."""
+        """The fact of this name that was true less than `for_s` before `wall`."""
         with self._lock:
             found = known.get(name)
             return found[0] if found and 0 <= wall - found[1] < for_s else None

@@ -6,7 +6,6 @@ object's bytes are used only if its header and checksum match.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
@@ -166,51 +165,44 @@ class NotLoaded(Enum):
     FORGOTTEN = "what its writer had stored was forgotten"
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(msgspec.Struct, frozen=True):
     """Whether each object of the Find exists."""
 
     there: list[bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Unwanted:
+class Unwanted(msgspec.Struct, frozen=True):
     """The tier was not queried, because no lookup waited for the answer any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True):
     """The header of each part of the Load if the shard is in the arena, intact; otherwise why it is not.
 
-    took_s: of the call, with decoding and checksums; 0: not measured.
+    took_s: seconds of the call, with decoding and checksums; 0: not measured.
     """
 
     shards: list[Header | NotLoaded]
     took_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(msgspec.Struct, frozen=True):
     """Whether the tier has each part of the Save now. took_s: see `Loaded`."""
 
     kept: list[bool]
     took_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Erased:
+class Erased(msgspec.Struct, frozen=True):
     """The objects are gone for every read that starts from now on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Forgotten:
+class Forgotten(msgspec.Struct, frozen=True):
     """The number of objects that were removed."""
 
     objects: int
 
 
-@dataclass(frozen=True, slots=True)
-class Enforced:
+class Enforced(msgspec.Struct, frozen=True):
     """The rules hold for all writes. is_behind: there may be more to remove."""
 
     is_behind: bool
@@ -323,7 +315,7 @@ class TierWorker:
                 kind = next(each for each in type(tier_task).__mro__ if each.__module__ == __name__)
                 outcome = self._failure(kind.__name__, exc)
             if isinstance(outcome, Loaded | Written):
-                outcome = dataclasses.replace(outcome, took_s=time.monotonic() - began)
+                outcome = msgspec.structs.replace(outcome, took_s=time.monotonic() - began)
             self._report(tier_task, outcome)
 
     def _failure(self, what: str, exc: BaseException) -> KVDepotError:
@@ -344,8 +336,8 @@ class TierWorker:
 def start_workers(
     tiers: Sequence[TierConfig], rules: Rules, arena: Memory, report: Callable[[TierTask, TierOutcome], None]
 ) -> list[TierWorker]:
-    """Start one worker per tier; one that is unavailable now may open later. rules: of all tiers, at the start. Raises
-    ConfigError."""
+    """Start one worker per tier; a tier that is unavailable now may open later. rules: what local tiers follow from the
+    start. Raises ConfigError."""
     workers: list[TierWorker] = []
     try:
         for tier in tiers:
@@ -367,8 +359,8 @@ def _complete(asked: Sequence[object], answers: list[_T]) -> list[_T]:
 
 @dataclass(frozen=True, slots=True)
 class Mover:
-    """Does tier tasks on one thread. heads: scratch memory, uint8[MOST_PARTS, HEADER_BYTES + SLACK]. stamps: of the
-    tier. ttl_s: seconds after which shards count as absent; 0: never."""
+    """Does tier tasks on one thread. heads: scratch memory, uint8[MOST_PARTS, HEADER_BYTES + SLACK]. stamps: the stamps
+    of `tier`. ttl_s: seconds after which shards count as absent; 0: never."""
 
     tier: Tier
     arena: Memory

@@ -228,8 +228,8 @@ class Ledger:
             return True
 
     def victim(self, owner: str | None, size: int) -> Entry | None:
-        """Take out the object to evict for `size` bytes of an owner (None: of none, so that all floors hold). None if
-        all are read."""
+        """Take out the object to evict for `size` bytes of an owner; owner None: for nobody, so all floors hold. None
+        if all objects are being read."""
         with self._lock:
             by = None if owner is None else self._share_of(owner)
             return self._pop(victim_for(by, size, [self._rest, *self._shares.values()], attrgetter("charge")))
@@ -243,8 +243,8 @@ class Ledger:
             return self.victim(None, 0) if self.used_bytes > self.capacity_bytes else None
 
     def date(self, now: float, wall: float) -> None:
-        """Date objects that seem to be computed later than `wall`, as the clock was ahead. now: of a clock that nobody
-        sets."""
+        """Date objects that seem to be computed later than `wall`, because the clock was ahead. now: of a monotonic
+        clock."""
         with self._lock:
             is_first, back = self._clock.is_new, self._clock.set_back(now, wall)
             for entry in self._entries.values() if is_first or back else ():
