@@ -525,7 +525,6 @@ def test_files_never_take_more_than_the_capacity_half_written_ones_included(
     tier.close()
     tier = start(bound, root)
     assert tier.usage().bytes == 0
-    tier.close()
 
 
 def test_a_disk_that_others_have_filled_refuses_without_a_leak_and_comes_back(
@@ -543,7 +542,6 @@ def test_a_disk_that_others_have_filled_refuses_without_a_leak_and_comes_back(
     assert list((place.path / "tier/tmp").iterdir()) == []
     (place.path / "filler").unlink()
     assert write(tier, 1, 500_000) and read(tier, 1, 500_000) == content(1, 500_000)
-    tier.close()
 
 
 def test_a_disk_that_became_read_only_still_reads_and_writes_again_later(
@@ -568,7 +566,6 @@ def test_a_disk_that_became_read_only_still_reads_and_writes_again_later(
     tier.remove([name_of(101)])
     tier.forget("", "")
     assert tier.usage().bytes == 0
-    tier.close()
 
 
 def test_blocks_that_cannot_be_read_are_that_objects_failure_alone(
@@ -592,7 +589,6 @@ def test_blocks_that_cannot_be_read_are_that_objects_failure_alone(
     assert tier.usage().counters["errors"] == got.count(None)
     assert there(tier, *range(8)) == [number for number, data in enumerate(got) if data is not None], "found in vain"
     os.truncate(image, 16 * MIB)
-    tier.close()
 
 
 @pytest.fixture
@@ -686,7 +682,6 @@ def test_what_is_not_mounted_is_not_made_anew_underneath(
         with pytest.raises(TierError, match="not mounted"):
             tier.usage()
     assert not (place.path / "tier").exists()
-    tier.close()
 
 
 # -- many objects

@@ -245,8 +245,8 @@ class _Stack:
     """uint8[layers, segments of a layer, num_blocks, size], the memory of `rows`."""
 
     def copy(self, piece: CopyPiece, runs: _Runs | None, area: Bytes, is_store: bool) -> None:
-        """Copy blocks to a chunk's bytes of these segments, or back; a load leaves the first `skip` blocks. runs: of the
-        ids that are copied."""
+        """Copy blocks to a chunk's bytes of these segments, or back; a load leaves the first `skip` blocks. runs: runs
+        of the copied ids."""
         skip = 0 if is_store else piece.skip
         size, count, ids = self.rows[0].size, len(piece.block_ids), piece.block_ids[skip:]
         if len(self.rows) < _CALLS * count:
