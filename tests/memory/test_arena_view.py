@@ -157,6 +157,9 @@ def test_the_use_of_a_killed_program_ends(name: str) -> None:
 
 
 def test_a_use_that_was_interrupted_before_it_had_the_lock_is_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> bool:
+        raise KeyboardInterrupt
+
     die(name)
     view = ArenaView(SHM, name, FIRST)
     other = os.open(SHM / name, os.O_RDWR)
@@ -169,10 +172,6 @@ def test_a_use_that_was_interrupted_before_it_had_the_lock_is_none(name: str, mo
         assert locks.uses(other, 0, SIZE) == [(AT, PAGE)], "this use is not in the kernel"
     assert not locks.uses(other, 0, SIZE)
     os.close(other)
-
-
-def interrupt(*_: object) -> bool:
-    raise KeyboardInterrupt
 
 
 def test_a_kernel_that_cannot_tell_proves_no_copy_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
