@@ -133,7 +133,7 @@ class Arena:
         return header
 
     def _find_uses(self, found: ArenaHeader) -> bool:
-        """Note what clients of the previous server use; whether it may go on while we serve."""
+        """Note what clients of the previous server use; whether their uses may go on while we serve."""
         self.in_use = locks.uses(self._fd, found.chunks_start, self.whole)
         return all(start + size <= self.size for start, size in self.in_use)
 
@@ -198,24 +198,16 @@ class Arena:
         start = offset - offset % mmap.PAGESIZE
         error = shm.populate(self._fd, start, self.address + start, offset + size - start)
         if error:
-            sparing_log.warning(
-                "cannot allocate memory for the arena, so what needs it is not stored: %s; make room, or lower "
-                "--arena-gib",
-                self._why_not(error),
-            )
+            why = {errno.ENOMEM: "this machine or control group is out of memory"}.get(error, os.strerror(error))
+            if error in (errno.EFAULT, errno.ENOSPC):  # EFAULT: touching the page would raise SIGBUS
+                why = f"{self.path.parent} is full"
+            advice = "cannot allocate memory for the arena, so what needs it is not stored: %s; make room, or lower %s"
+            sparing_log.warning(advice, why, "--arena-gib")
         return not error
 
     def is_populated(self, extents: Iterable[tuple[int, int]]) -> bool:
         """Whether `ensure` would return at once for all of these, because their pages are allocated. Any thread."""
         return all(start + size <= self.populated for start, size in extents)
-
-    def _why_not(self, error: int) -> str:
-        """The reason for an error of `shm.populate`."""
-        if error in (errno.EFAULT, errno.ENOSPC):  # EFAULT: touching the page would raise SIGBUS
-            return f"{self.path.parent} is full"
-        if error == errno.ENOMEM:
-            return "this machine or control group is out of memory"
-        return os.strerror(error)
 
     def close(self, remove: bool = True) -> None:
         """Stop populating, remove the file if `remove`, and close it, which releases the lock. May be called twice."""

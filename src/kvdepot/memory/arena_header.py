@@ -99,7 +99,7 @@ class Watch:
             if os.fstat(self._fd).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ArenaError(f"other users may open {folder / name}")
             head = os.pread(self._fd, SECRET_OFFSET + SECRET_BYTES, 0)
-            if head[: len(MAGIC)] != MAGIC or len(head) < SECRET_OFFSET + SECRET_BYTES:
+            if not head.startswith(MAGIC) or len(head) < SECRET_OFFSET + SECRET_BYTES:
                 raise Unavailable(f"{folder / name} is not an arena")
             self.secret = head[SECRET_OFFSET:]
             if head[: _HEADER.size][-len(boot) :] != boot or not locks.is_locked(self._fd):

@@ -158,8 +158,7 @@ class LivenessFile:
     def __init__(self, folder: Path) -> None:
         """Raises ArenaError, and then leaves nothing behind."""
         check_folder(folder)
-        self._owner = os.getpid()
-        self._address = 0
+        self._owner, self._address = os.getpid(), 0
         self.name = f"{_LIVENESS}{os.urandom(8).hex()}"
         self.secret = os.urandom(_SECRET_BYTES)
         self._path = folder / self.name

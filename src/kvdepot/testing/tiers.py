@@ -12,7 +12,6 @@ promises. Each test begins with an empty tier. In a conftest.py,
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import mmap
@@ -20,6 +19,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
@@ -126,10 +126,9 @@ class TierConformance(Generic[Place]):
 
     @pytest.fixture
     def tier(self, place: Place, memory: memoryview) -> Iterator[Tier]:
-        tier = self._start(place, memory)
-        assert tier.forget("", "") == 0, "the suite needs an empty place of its own"
-        yield tier
-        tier.close()
+        with closing(self._start(place, memory)) as tier:
+            assert tier.forget("", "") == 0, "the suite needs an empty place of its own"
+            yield tier
 
     @pytest.fixture
     def bounded(self, place: Place, memory: memoryview) -> Iterator[Tier]:
@@ -137,9 +136,9 @@ class TierConformance(Generic[Place]):
         tier = self.open_bounded(place, _BOUND)
         if tier is None:
             pytest.skip("the store controls its capacity itself")
-        tier.attach([memory])
-        yield tier
-        tier.close()
+        with closing(tier):
+            tier.attach([memory])
+            yield tier
 
     def _start(self, place: Place, memory: memoryview) -> Tier:
         tier = self.open_tier(place)
@@ -248,7 +247,7 @@ class TierConformance(Generic[Place]):
             (lambda: tier.forget("", ""), (0, 1, 2)),
         ]
         for call, answers in calls:
-            with contextlib.suppress(TierError):
+            with suppress(TierError):
                 assert call() in answers
 
     def test_close_ends_calls_under_way_and_none_of_them_lies(self, place: Place, memory: memoryview) -> None:
@@ -278,8 +277,7 @@ class TierConformance(Generic[Place]):
     def test_two_that_share_a_store_see_each_others_objects(self, place: Place, memory: memoryview) -> None:
         if not self.shared:
             pytest.skip("one at a time")
-        one, two = self._start(place, memory), self._start(place, memory)
-        try:
+        with closing(self._start(place, memory)) as one, closing(self._start(place, memory)) as two:
             data = content(1, 300_000)
             assert _put(one, name_of(1), data)
             assert two.find([name_of(1)]) == [True]
@@ -289,24 +287,17 @@ class TierConformance(Generic[Place]):
             assert _put(two, name_of(2), data)
             assert one.forget("", "") == 1
             assert two.find([name_of(2)]) == [False]
-        finally:
-            one.close()
-            two.close()
 
     def test_one_that_cannot_be_shared_is_refused_to_the_second(self, place: Place, memory: memoryview) -> None:
         if self.shared or not self.keeps:
             pytest.skip("any number at a time")
-        one = self._start(place, memory)
-        try:
+        with closing(self._start(place, memory)) as one:
             assert _put(one, name_of(1), b"first")
             with pytest.raises(KVDepotError):
                 self._start(place, memory)
             assert _get(one, name_of(1), 5) == b"first"
-        finally:
-            one.close()
-        two = self._start(place, memory)
-        assert _get(two, name_of(1), 5) == b"first"
-        two.close()
+        with closing(self._start(place, memory)) as two:
+            assert _get(two, name_of(1), 5) == b"first"
 
     # -- threads
 
@@ -339,16 +330,14 @@ class TierConformance(Generic[Place]):
                         assert area[:size] == _stamped(version, size), "bytes of another version"
                         whole.add(version)
 
-        def until_ended(*tasks: Callable[[], None]) -> Callable[[], None]:
-            def run() -> None:
-                try:
-                    together(*tasks)
-                finally:
-                    ended.set()
+        def until_ended(*tasks: Callable[[], None]) -> None:
+            try:
+                together(*tasks)
+            finally:
+                ended.set()
 
-            return run
-
-        together(until_ended(read, read), *(until_ended(partial(write, thread)) for thread in range(3)))
+        writers = [partial(until_ended, partial(write, thread)) for thread in range(3)]
+        together(partial(until_ended, read, read), *writers)
 
     def test_forgetting_while_others_write_leaves_whole_objects_only(self, tier: Tier) -> None:
         def write(thread: int) -> None:
@@ -435,11 +424,9 @@ class TierConformance(Generic[Place]):
         life.teardown()
 
     def test_any_life_is_that_of_a_dict(self, place: Place, memory: memoryview) -> None:
+        checks = list(hypothesis.HealthCheck)
         settings = hypothesis.settings(
-            max_examples=self.examples,
-            stateful_step_count=30,
-            deadline=None,
-            suppress_health_check=list(hypothesis.HealthCheck),
+            max_examples=self.examples, stateful_step_count=30, deadline=None, suppress_health_check=checks
         )
         life = partial(_Life, self, place, memory)
         run_state_machine_as_test(life, settings=settings)  # type: ignore[arg-type]

@@ -92,8 +92,7 @@ class Codec:
         parts: `header.size` bytes of KV. Uncoded, these very buffers follow the header.
         """
         assert sum(map(len, parts)) == header.size, f"{sum(map(len, parts))} bytes, the header says {header.size}"
-        coding = self._coding
-        pieces = list(parts)
+        coding, pieces = self._coding, list(parts)
         if self._compress and (shrunk := _compress(parts, header.size)) is not None:
             width, body = shrunk
             coding |= _ZSTD | (width.bit_length() - 1) << _WIDTH_BIT

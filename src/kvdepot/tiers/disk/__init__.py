@@ -194,7 +194,7 @@ class Disk:
         for left in (TMP, TRASH):
             with contextlib.suppress(FileNotFoundError):
                 self._tally("swept", len(os.listdir(f"{root}/{left}")))
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # a link that leads nowhere
                 remove(f"{root}/{left}")
         for found in objects_in(root):
             for name, info in found:
@@ -406,11 +406,10 @@ class Disk:
     def _remove(self, name: str) -> bool:
         with self._naming(name):
             entry = self._ledger.take(name)
-            if entry is not None:
-                if not self._unlink(entry):
-                    return False
+            is_gone = entry is None or self._unlink(entry)
+            if entry is not None and is_gone:
                 self._ledger.settle(entry)
-        return True
+        return is_gone
 
     def forget(self, salt: str, space: str) -> int:
         """As Tier.forget. A space goes in one step: if this process is killed, the next start removes the rest."""
@@ -448,9 +447,8 @@ class Disk:
         not, the entry is an object again."""
         path = path_of(self._root, entry.name)
         try:
-            os.unlink(path)
-        except FileNotFoundError:
-            pass
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
         except OSError as exc:
             self._ledger.keep(entry)
             self._directory.failed("remove", exc)
@@ -469,9 +467,8 @@ class Disk:
             if entries is None:
                 continue  # another thread removes it
             try:
-                remove(path)
-            except FileNotFoundError:
-                pass
+                with contextlib.suppress(FileNotFoundError):
+                    remove(path)
             except OSError as exc:
                 self._litter[path] = entries
                 self._directory.failed("remove", exc)
