@@ -142,7 +142,9 @@ class Records:
 
     def erase(self, slot: int | None) -> None:
         """Remove the record that `write` put at this slot; None: do nothing."""
-        for each in () if slot is None else (slot, *self._further.pop(slot, ())):
+        if slot is None:
+            return
+        for each in (slot, *self._further.pop(slot, ())):
             self._wipe(each)
             self._free.append(each)
 
