@@ -177,12 +177,12 @@ def fill(buffers: Sequence[memoryview], parts: Iterable[bytes | memoryview]) -> 
     rest: list[memoryview | Bytes] = [buffer for buffer in reversed(buffers) if len(buffer)]
     for part in parts:
         total += len(part)
-        done = 0
-        while done < len(part) and rest:
-            room, data = np.frombuffer(rest.pop(), np.uint8), np.frombuffer(part, np.uint8, offset=done)
+        data = np.frombuffer(part, np.uint8) if len(part) else np.empty(0, np.uint8)
+        while len(data) and rest:
+            room = np.frombuffer(rest.pop(), np.uint8)
             count = min(len(room), len(data))
             room[:count] = data[:count]
-            done += count
+            data = data[count:]
             if count < len(room):
                 rest.append(room[count:])
     return total
