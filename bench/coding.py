@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvdepot.tiers.codec import Codec
-from kvdepot.tiers.format import NO_SALT, Facts, Header
+from kvdepot.tiers.format import NO_SALT, Header, ShardFacts
 
 __all__ = ["demo_kv", "run"]
 
@@ -32,7 +32,7 @@ Bytes = npt.NDArray[np.uint8]
 # The model of demo/demo.py.
 HIDDEN, INNER, VOCABULARY, HEADS, KV_HEADS, HEAD, THETA = 1024, 3072, 32000, 16, 8, 128, 500000.0
 CHUNK_TOKENS = 256
-_FACTS = Facts("", "bench", 1, 0, 16, CHUNK_TOKENS, bytes(32))
+_FACTS = ShardFacts("", "bench", 1, 0, 16, CHUNK_TOKENS, bytes(32))
 
 
 def run(scale: Scale, notes: list[str]) -> list[Figure]:

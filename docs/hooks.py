@@ -97,7 +97,7 @@ def _versions() -> str:
         (
             "chunks in memory (the arena)",
             arena_header.VERSION,
-            arena_header.EARLIER,
+            "none",
             "the file is refused, and the message says what to do",
         ),
         ("objects in tiers", tier_format.VERSION, "none", "a miss"),

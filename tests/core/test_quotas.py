@@ -21,7 +21,7 @@ from kvdepot.tiers.rules import Rules
 from kvdepot.tiers.worker import Enforce
 from tests.core.desk import PER_CHUNK, Desk, layout, prompt, shards, store
 from tests.core.host import Host, look, new_host
-from tests.tiers.faulty import FaultyTier, MemoryTier
+from tests.tiers.faulty import MemoryTier
 
 
 def pages(floor: int = 0, cap: int = 0, weight: float = 1.0, ttl_s: int = 0) -> Quota:
@@ -219,7 +219,7 @@ def test_local_tiers_are_told_of_rules_and_shared_ones_are_not() -> None:
 
 
 def test_rules_are_told_again_until_the_tier_has_taken_them() -> None:
-    tier = FaultyTier(MemoryTier())
+    tier = MemoryTier()
     host = new_host(tier, pages=32)
     assert host.ask(b"one", wire.SetQuota("blue", disk(ttl_s=5))) is None
     tier.inject(down=1.0)

@@ -25,7 +25,7 @@ from tests.core.desk import PER_CHUNK, group_stores, instance_of, layout, prompt
 from tests.core.groups import SHAPES, Reaches, deepest, wire_groups
 from tests.core.host import Host, look, new_host
 from tests.harness import kind_of
-from tests.tiers.faulty import FaultyTier, MemoryTier
+from tests.tiers.faulty import MemoryTier
 
 # -- loads
 
@@ -160,16 +160,15 @@ def test_a_hung_tier_costs_a_lookup_its_deadline_and_what_comes_late_serves_the_
 
 
 def test_a_tier_that_fails_is_skipped_and_taken_back(tier: MemoryTier) -> None:
-    faulty = FaultyTier(tier)
-    host = new_host(faulty)
+    host = new_host(tier)
     chains = [prompt(f"p{i}", 2) for i in range(FAILURES + 2)]
-    faulty.inject(down=1)
+    tier.inject(down=1)
     for chain in chains[:FAILURES]:
         assert host.find(b"one", look(chain)) == 0
     assert host.depot.tiering.status(0.0)[0].state == "circuit breaker open"
     asked = host.send(b"one", look(chains[FAILURES]))
     assert host.answers[asked] == 0 and not host.tier_tasks  # nobody asks it
-    faulty.inject()
+    tier.inject()
     host.now += 1.5
     host.tick(host.now, 1001.0)
     assert host.kinds() == ["Probe"]
@@ -255,17 +254,16 @@ def test_an_outcome_that_is_none_of_its_task_is_a_bug_and_raises(tier: MemoryTie
 
 
 def test_a_corrupt_object_is_a_miss_is_erased_and_counted(tier: MemoryTier) -> None:
-    faulty = FaultyTier(tier)
-    here, there = new_host(tier), new_host(faulty)
+    here, there = new_host(tier), new_host(tier)
     chain = prompt("a", 3)
     here.find(b"one", store(chain))
     for fault in ("corrupt", "truncate", "swell"):
-        faulty.inject(**{fault: 1.0})
+        tier.inject(**{fault: 1.0})
         asked = there.send(b"one", look(chain))
         while there.tier_tasks:
             there.work()
             if not any(isinstance(tier_task, Find | Load) for tier_task in there.tier_tasks):
-                faulty.inject()
+                tier.inject()
         assert there.answers[asked] == 0, fault
         assert there.index.chunks == 0
         clear(here.index)
@@ -301,13 +299,12 @@ def test_a_load_that_hangs_behind_an_open_breaker_keeps_no_other_tier_waiting(ti
 
 def test_failures_that_were_under_way_when_a_tier_tripped_do_not_double_its_wait(tier: MemoryTier) -> None:
     """A blip of an instant, with twelve lookups under way: its circuit breaker opens for 30 s, not for one."""
-    faulty = FaultyTier(tier)
-    host = new_host(faulty)
+    host = new_host(tier)
     for i in range(12):
         host.send(b"one", look(prompt(f"p{i}", 2), f"r{i}"))
-    faulty.inject(down=1)
+    tier.inject(down=1)
     host.rest()
-    faulty.inject()
+    tier.inject()
     for second in (2.0, 4.0):
         host.now = second
         host.tick(second, 1000.0 + second)
@@ -344,11 +341,10 @@ def test_stores_beyond_the_queue_are_dropped_and_counted(tier: MemoryTier) -> No
 
 
 def test_shards_unsaved_for_a_failure_are_counted_apart_from_a_full_queue(tier: MemoryTier) -> None:
-    faulty = FaultyTier(tier)
-    host = new_host(faulty, pages=1024)
+    host = new_host(tier, pages=1024)
     assert host.find(b"one", look(prompt("before", 2))) == 0
     assert (host.depot.tiering.status(0.0)[0].error, host.depot.tiering.status(0.0)[0].error_s) == ("", None)
-    faulty.inject(down=1)
+    tier.inject(down=1)
     for i in range(FAILURES + 2):
         host.ask(b"one", wire.Store(1, [shards(prompt(f"p{i}", 2), 0, 2)]))
         host.rest()
@@ -362,9 +358,8 @@ def test_shards_unsaved_for_a_failure_are_counted_apart_from_a_full_queue(tier: 
 def test_a_tier_that_cannot_be_had_at_the_start_is_told_of_by_its_first_probe(
     tier: MemoryTier, caplog: pytest.LogCaptureFixture
 ) -> None:
-    faulty = FaultyTier(tier)
-    faulty.inject(down=1)
-    host = new_host(faulty)
+    tier.inject(down=1)
+    host = new_host(tier)
     host.rest()
     status = host.depot.status().tiers[0]
     assert status.state == "circuit breaker open" and status.error
@@ -653,7 +648,7 @@ def test_a_store_takes_over_a_part_that_is_being_loaded(tier: MemoryTier) -> Non
 def test_whatever_tiers_do_a_lookup_answers_what_is_there_and_every_byte_of_it(seed: int) -> None:
     rng = random.Random(seed)
     reaches, world_size = rng.choice([(0,), *SHAPES]), rng.choice([1, 1, 2])
-    tiers = [FaultyTier(MemoryTier(), seed + number) for number in range(rng.choice([1, 2]))]
+    tiers = [MemoryTier(seed=seed + number) for number in range(rng.choice([1, 2]))]
     host = group_host(
         reaches, *tiers, pages=rng.choice([14, 30, 100]), world_size=world_size, lookup_s=1.0,
         url=f"disk:///d?write={rng.choice(['through', 'on_evict'])}",

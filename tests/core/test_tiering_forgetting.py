@@ -9,7 +9,7 @@ from kvdepot.tiers.stamps import FRESH_S, PERIOD_S, space_of
 from kvdepot.tiers.worker import Find, Load
 from tests.core.desk import PER_CHUNK, layout, prompt, retrieve, store
 from tests.core.host import Host, look, new_host
-from tests.tiers.faulty import FaultyTier, MemoryTier
+from tests.tiers.faulty import MemoryTier
 
 # -- forgetting
 
@@ -46,16 +46,15 @@ def test_a_model_that_only_a_tier_knows_is_forgotten_by_its_whole_name(tier: Mem
 
 
 def test_a_tier_that_cannot_forget_says_so(tier: MemoryTier) -> None:
-    faulty = FaultyTier(tier)
-    host = new_host(faulty)
+    host = new_host(tier)
     host.find(b"one", store(prompt("a", 3)))
-    faulty.inject(down=1)
+    tier.inject(down=1)
     said = host.find(b"one", wire.ForgetChunks())
     assert said == {"memory": 3, "disk:///d": "not forgotten: injected: the store is unavailable"}
 
 
 def test_what_was_being_saved_when_it_was_forgotten_is_forgotten_after_that() -> None:
-    tier = FaultyTier(MemoryTier())
+    tier = MemoryTier()
     for late in (0, 1):  # whether the save fails after it has happened
         host = new_host(tier)
         host.ask(b"one", store(prompt("a", 1)))
@@ -149,11 +148,10 @@ def test_what_was_being_loaded_when_its_writer_was_forgotten_is_not_served(tier:
 
 def test_a_tier_that_cannot_forget_a_writer_says_so_and_serves_nothing_of_it(tier: MemoryTier) -> None:
     stamped(tier)
-    faulty = FaultyTier(tier)
-    there = new_host(faulty)
-    faulty.inject(down=1)
+    there = new_host(tier)
+    tier.inject(down=1)
     assert "not forgotten" in there.find(b"one", FORGET)["disk:///d"]
-    faulty.inject()
+    tier.inject()
     assert there.find(b"one", look(prompt("bad", 4), "again")) == 0
     assert new_host(tier).find(b"one", look(prompt("bad", 4))) == 0, "it was removed before it was looked at"
 

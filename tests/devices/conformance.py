@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from kvdepot.devices import BlockMemory, open_blocks
-from kvdepot.devices.blocks import CopyPiece
+from kvdepot.devices.blocks import CopyPiece, Scratch
 from kvdepot.memory.allocator import PAGE, Allocator, Extents
 from kvdepot.memory.arena import Arena
 from kvdepot.protocol.layout import Layout, build_layout
@@ -39,14 +39,11 @@ def arena_of(pages: int = ARENA_PAGES) -> Iterator[Arena]:
         arena.close()
 
 
-class Memory:
+class Memory(Scratch):
     """An arena's bytes, without its file."""
 
     def __init__(self, pages: int = ARENA_PAGES) -> None:
-        self.bytes: Bytes = np.frombuffer(mmap.mmap(-1, pages * PAGE), np.uint8)
-
-    def is_freed(self) -> bool:
-        return False
+        super().__init__(np.frombuffer(mmap.mmap(-1, pages * PAGE), np.uint8))
 
 
 try:

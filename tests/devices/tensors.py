@@ -5,9 +5,9 @@ It also has the oracle: the expected result of a store or a retrieve, computed w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +22,6 @@ DTYPES = {
     "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8,
 }  # fmt: skip
 """Bytes an element; of each type every pattern of bits is somebody's KV."""
-
-KINDS = [
-    "blocks first", "keys and values apart", "keys and values together", "mla", "rows padded", "every second block",
-    "behind others", "heads before rows", "heads outside", "blocks last", "layers side by side",
-    "layers of two sizes side by side", "layers behind each other", "states with padding",
-]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,9 +51,10 @@ class Model:
 
     def add(self, kind: str, nb: int, rows: int, heads: int, dim: int, dtype: str) -> Model:
         """Layers of a kind, in a storage of their own."""
-        base, views, axis = _paged(kind, nb, rows, heads, dim, np.dtype(f"V{DTYPES[dtype]}"))
-        start = base.__array_interface__["data"][0]
-        for view in views:
+        shape, axis, layers = _kinds(nb, rows, heads, dim)[kind]
+        base = np.zeros(shape, f"V{DTYPES[dtype]}")
+        start, views = base.__array_interface__["data"][0], layers(base)
+        for view in views if isinstance(views, list) else [views]:
             offset = view.__array_interface__["data"][0] - start
             name = f"layer {len(self.layers)}"
             self.layers.append(Placed(name, len(self.sizes), offset, view.shape, view.strides, dtype))
@@ -75,58 +70,37 @@ class Model:
                 new[other] = old[one]
 
 
-def _paged(
-    kind: str, nb: int, rows: int, heads: int, dim: int, item: np.dtype[Any]
-) -> tuple[npt.NDArray[Any], list[npt.NDArray[Any]], int]:
-    """The whole storage, the layers in it, and their block axis."""
+_Array: TypeAlias = npt.NDArray[Any]
 
-    def make(*shape: int) -> npt.NDArray[Any]:
-        return np.zeros(shape, item)
 
-    match kind:
-        case "blocks first":
-            base = make(nb, rows, heads, dim)
-            return base, [base], 0
-        case "keys and values apart":
-            base = make(2, nb, rows, heads, dim)
-            return base, [base], 1
-        case "keys and values together":
-            base = make(nb, 2, rows, heads, dim)
-            return base, [base], 0
-        case "mla":
-            base = make(nb, rows, dim)
-            return base, [base], 0
-        case "rows padded":
-            base = make(nb, rows, dim + 3)
-            return base, [base[..., :dim]], 0
-        case "every second block":
-            base = make(2 * nb, rows, dim)
-            return base, [base[1::2]], 0
-        case "behind others":
-            base = make(nb + 1, rows, dim)
-            return base, [base[1:]], 0
-        case "heads before rows":
-            base = make(nb, heads, rows, dim)
-            return base, [base.transpose(0, 2, 1, 3)], 0
-        case "heads outside":
-            base = make(heads, nb, rows, dim)
-            return base, [base.transpose(1, 2, 0, 3)], 0
-        case "blocks last":
-            base = make(rows, min(dim, 4), nb)
-            return base, [base], 2
-        case "layers side by side":
-            base = make(nb, heads, rows, dim)
-            return base, [base[:, i] for i in range(heads)], 0
-        case "layers of two sizes side by side":  # all of one size, then all of the other; named in turns
-            base = make(nb, heads * (rows + 1), dim)
-            ends = [((i + 1) * rows, heads * rows + i + 1) for i in range(heads)]
-            return base, [part for one, two in ends for part in (base[:, one - rows : one], base[:, two - 1 : two])], 0
-        case "states with padding":  # two states a block, and bytes that belong to neither
-            base = make(nb, rows * dim + heads + 3)
-            return base, [base[:, : rows * dim], base[:, rows * dim : rows * dim + heads]], 0
-    assert kind == "layers behind each other", kind
-    base = make(heads, nb, rows, dim)
-    return base, [base[i] for i in range(heads)], 0
+def _kinds(nb: int, rows: int, heads: int, dim: int) -> dict[str, tuple[tuple[int, ...], int, Callable[[_Array], Any]]]:
+    """Layouts by name: the shape of the storage, the block axis of its layers, and its layers (one, or a list)."""
+    size = rows * dim
+    ends = [((i + 1) * rows, heads * rows + i + 1) for i in range(heads)]  # of layers of two sizes
+    return {
+        "blocks first": ((nb, rows, heads, dim), 0, lambda base: base),
+        "keys and values apart": ((2, nb, rows, heads, dim), 1, lambda base: base),
+        "keys and values together": ((nb, 2, rows, heads, dim), 0, lambda base: base),
+        "mla": ((nb, rows, dim), 0, lambda base: base),
+        "rows padded": ((nb, rows, dim + 3), 0, lambda base: base[..., :dim]),
+        "every second block": ((2 * nb, rows, dim), 0, lambda base: base[1::2]),
+        "behind others": ((nb + 1, rows, dim), 0, lambda base: base[1:]),
+        "heads before rows": ((nb, heads, rows, dim), 0, lambda base: base.transpose(0, 2, 1, 3)),
+        "heads outside": ((heads, nb, rows, dim), 0, lambda base: base.transpose(1, 2, 0, 3)),
+        "blocks last": ((rows, min(dim, 4), nb), 2, lambda base: base),
+        "layers side by side": ((nb, heads, rows, dim), 0, lambda base: [base[:, i] for i in range(heads)]),
+        "layers of two sizes side by side": (  # all of one size, then all of the other; named in turns
+            (nb, heads * (rows + 1), dim), 0,
+            lambda base: [part for a, b in ends for part in (base[:, a - rows : a], base[:, b - 1 : b])],
+        ),
+        "layers behind each other": ((heads, nb, rows, dim), 0, list),
+        "states with padding": (  # two states a block, and bytes that belong to neither
+            (nb, size + heads + 3), 0, lambda base: [base[:, :size], base[:, size : size + heads]]
+        ),
+    }  # fmt: skip
+
+
+KINDS = list(_kinds(1, 1, 1, 1))
 
 
 class Worker:

@@ -154,8 +154,7 @@ class TestRegistration:
             "copies to and from cpu are slower: 0 of 0 MiB of the arena could be registered: Cannot allocate memory"
         ]
         assert locked_bytes(arena) == 6 * PAGE
-        blocks.move(arena, [CopyPiece(((PAGE, 3 * PAGE),), np.array([2, 0, 5]))], True)
-        assert np.array_equal(arena.bytes[PAGE : 4 * PAGE], tensor[[2, 0, 5]].numpy().reshape(-1))
+        assert_copies(blocks, tensor, arena)
         blocks.close()
         assert locked_bytes(arena) == 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,23 +11,17 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from kvdepot.devices.blocks import CopyPiece
+from kvdepot.devices.blocks import CopyPiece, Scratch
 from kvdepot.devices.comparison import compare
 from kvdepot.devices.host import HostBlocks
 from kvdepot.errors import LayoutError
 from kvdepot.memory.allocator import PAGE
-from kvdepot.memory.extents import Bytes
 from kvdepot.protocol.layout import Layout, TensorView, build_layout
 
 LAYERS, BLOCKS, TOKENS, HEADS, DIM = 6, 8, 16, 2, 64
 LIMIT = 4 * 2**-7 * math.sqrt(LAYERS)
 """The limit that an engine of as many layers asks for, in bfloat16."""
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
-
-
-@dataclass(eq=False)
-class Arena:
-    bytes: Bytes
 
 
 class Worker:
@@ -56,11 +49,11 @@ class Worker:
         """The keys and values of a layer, in another axis; a view."""
         return self.layers[layer].unflatten(3, (2, DIM))
 
-    def compare(self, change: Callable[[Worker], None], has_experts: bool = False, cut: int = 24 * PAGE) -> list[float]:
+    def compare(self, change: Callable[[Worker], object], has_experts: bool = False) -> list[float]:
         """Store the blocks as one chunk, in two extents, change them, and compare them with it."""
         size = self.blocks.layout.block_bytes * len(self.ids)
-        piece = CopyPiece(((4 * PAGE, cut), (8 * PAGE + cut, size)), self.ids)
-        arena = Arena(np.zeros(8 * PAGE + cut + size, np.uint8))
+        piece = CopyPiece(((4 * PAGE, 24 * PAGE), (32 * PAGE, size)), self.ids)
+        arena = Scratch(np.zeros(32 * PAGE + size, np.uint8))
         self.blocks.move(arena, [piece], is_store=True)
         before = arena.bytes.copy()
         change(self)
@@ -83,69 +76,46 @@ def other_experts(worker: Worker) -> None:
         layer[:, :, ::16] *= 0.5
 
 
-def other_values(worker: Worker) -> None:
-    worker.values(3)[..., 1, :] *= 1.5
-
-
-def other_keys(worker: Worker) -> None:
-    worker.values(3)[..., 0, :] = worker.values(3)[..., 0, :].roll(1, -1)
-
-
-def another_layer(worker: Worker) -> None:
-    worker.layers[2].copy_(worker.layers[1])
-
-
-def another_prompt(worker: Worker) -> None:
-    for layer in worker.layers:
-        layer.copy_(layer.roll(1, 0))
-
-
-def one_block(worker: Worker) -> None:
-    worker.layers[4][3] = worker.layers[4][2]
+FAULTS: dict[str, Callable[[Worker], object]] = {
+    "other values": lambda worker: worker.values(3)[..., 1, :].mul_(1.5),
+    "other keys": lambda worker: worker.values(3)[..., 0, :].copy_(worker.values(3)[..., 0, :].roll(1, -1)),
+    "another layer": lambda worker: worker.layers[2].copy_(worker.layers[1]),
+    "another prompt": lambda worker: [layer.copy_(layer.roll(1, 0)) for layer in worker.layers],
+    "one block": lambda worker: worker.layers[4][3].copy_(worker.layers[4][2]),
+    "an exponent": lambda worker: worker.layers[0][6, 0, 0, 0].fill_(2.0**60),
+    "no number": lambda worker: worker.layers[0][6, 0, 0, 0].fill_(math.nan),
+}
 
 
 def ends_of_blocks(worker: Worker) -> None:
     worker.layers[4][:, 1, 4:] = worker.layers[4].roll(1, 0)[:, 1, 4:]
 
 
-def exponent(worker: Worker) -> None:
-    worker.layers[0][6, 0, 0, 0] = 2.0**60
-
-
-def no_number(worker: Worker) -> None:
-    worker.layers[0][6, 0, 0, 0] = math.nan
-
-
-def nothing(worker: Worker) -> None:
-    """The blocks stay as they were stored."""
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_same_bytes_have_no_difference(dtype: torch.dtype) -> None:
-    assert Worker(dtype).compare(nothing) == [0.0]
+    assert Worker(dtype).compare(lambda worker: None) == [0.0]
 
 
 @pytest.mark.parametrize("change", [rounded, other_experts])
-def test_honest_differences_are_within_the_limit(change: Callable[[Worker], None]) -> None:
+def test_honest_differences_are_within_the_limit(change: Callable[[Worker], object]) -> None:
     assert 0.0 < Worker(torch.bfloat16).compare(change)[0] < LIMIT
 
 
-@pytest.mark.parametrize(
-    "change", [other_values, other_keys, another_layer, another_prompt, one_block, exponent, no_number]
-)
-def test_faults_are_beyond_the_limit(change: Callable[[Worker], None]) -> None:
-    assert Worker(torch.bfloat16).compare(change)[0] > LIMIT
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_beyond_the_limit(fault: str) -> None:
+    assert Worker(torch.bfloat16).compare(FAULTS[fault])[0] > LIMIT
 
 
 def test_with_experts_what_has_nothing_in_common_differs_and_a_few_tokens_do_not() -> None:
-    def apart(change: Callable[[Worker], None]) -> float:
+    def apart(change: Callable[[Worker], object]) -> float:
         return Worker(torch.bfloat16).compare(change, has_experts=True)[0]
 
     for change in (rounded, other_experts):
         assert apart(change) < LIMIT
     assert 0.3 < apart(lambda worker: worker.layers[3].mul_(1.5)) < 0.4
-    for change in (another_layer, another_prompt, one_block, ends_of_blocks, exponent, no_number):
-        assert apart(change) == math.inf
+    for fault in ("another layer", "another prompt", "one block", "an exponent", "no number"):
+        assert apart(FAULTS[fault]) == math.inf
+    assert apart(ends_of_blocks) == math.inf
 
 
 def tiles_of(worker: Worker) -> npt.NDArray[np.float64]:
@@ -223,7 +193,7 @@ def test_parts_of_unknown_types_have_no_number() -> None:
     half = layout.segments[0].size // 2
     types = [("float32", half), ("int8", half), ("bfloat16", 6 * half), ("float16", 3 * half), ("float32", half)]
     worker.blocks.layout = replace(layout, numbers=types)
-    found = worker.compare(other_values)
+    found = worker.compare(FAULTS["other values"])
     assert len(found) == 9
     assert [i for i, number in enumerate(found) if math.isnan(number)] == [2]
 

@@ -14,6 +14,7 @@ from kvdepot.devices import describe
 from kvdepot.devices.blocks import CopyPiece
 from kvdepot.devices.host import ENTERED_BYTES, HostBlocks
 from kvdepot.memory.allocator import PAGE
+from kvdepot.memory.extents import Bytes
 from kvdepot.protocol.layout import Layout, Mapping, Segment, build_layout
 from tests.conftest import HANG_S
 from tests.devices.conformance import BlocksConformance, Memory
@@ -50,9 +51,15 @@ class SharedFile(Memory):
         raise AssertionError("the file is not mapped")
 
 
+def paged(kv: Bytes) -> HostBlocks:
+    """Blocks of a page each."""
+    layout = Layout([Mapping("kv", len(kv))], [Segment(0, 0, PAGE, PAGE)], len(kv) // PAGE, bytes(32))
+    return HostBlocks(layout, {"kv": kv})
+
+
 def test_pages_are_entered_when_they_are_first_copied_and_holes_stay_holes() -> None:
     kv = np.arange(8 * PAGE, dtype=np.uint8)
-    blocks = HostBlocks(Layout([Mapping("kv", len(kv))], [Segment(0, 0, PAGE, PAGE)], 8, bytes(32)), {"kv": kv})
+    blocks = paged(kv)
     arena = SharedFile(256, range(64, 72))
     assert arena.resident_pages() == 0
     for _ in range(2):
@@ -63,8 +70,7 @@ def test_pages_are_entered_when_they_are_first_copied_and_holes_stay_holes() -> 
 
 
 def test_an_arena_that_is_followed_is_entered_before_a_copy_and_holes_stay_holes() -> None:
-    kv = np.zeros(PAGE, np.uint8)
-    blocks = HostBlocks(Layout([Mapping("kv", PAGE)], [Segment(0, 0, PAGE, PAGE)], 1, bytes(32)), {"kv": kv})
+    blocks = paged(np.zeros(PAGE, np.uint8))
     pages = 3 * ENTERED_BYTES // PAGE
     arena = SharedFile(pages, range(pages // 3 - 100, pages // 3 + 100))  # some at the end of a part, some in the next
     assert blocks.follow(arena).wait(HANG_S)
@@ -74,8 +80,7 @@ def test_an_arena_that_is_followed_is_entered_before_a_copy_and_holes_stay_holes
 
 
 def test_pages_that_are_entered_after_the_server_has_freed_them_are_freed_again() -> None:
-    kv = np.zeros(PAGE, np.uint8)
-    blocks = HostBlocks(Layout([Mapping("kv", PAGE)], [Segment(0, 0, PAGE, PAGE)], 1, bytes(32)), {"kv": kv})
+    blocks = paged(np.zeros(PAGE, np.uint8))
     arena = SharedFile(2 * ENTERED_BYTES // PAGE, range(100))
     arena.freed = True
     assert blocks.follow(arena).wait(HANG_S)
@@ -84,8 +89,7 @@ def test_pages_that_are_entered_after_the_server_has_freed_them_are_freed_again(
 
 
 def test_blocks_that_are_closed_leave_the_pages_to_others_of_the_same_arena() -> None:
-    layout = Layout([Mapping("kv", PAGE)], [Segment(0, 0, PAGE, PAGE)], 1, bytes(32))
-    first, second = (HostBlocks(layout, {"kv": np.zeros(PAGE, np.uint8)}) for _ in range(2))
+    first, second = paged(np.zeros(PAGE, np.uint8)), paged(np.zeros(PAGE, np.uint8))
     pages = 16 * ENTERED_BYTES // PAGE
     arena = SharedFile(pages, range(pages))
     first.follow(arena)

@@ -18,7 +18,7 @@ from kvdepot.memory import arena as arena_module
 from kvdepot.memory import arena_view
 from kvdepot.memory.allocator import PAGE
 from kvdepot.memory.arena import Arena
-from kvdepot.memory.arena_header import EARLIER, ArenaHeader
+from kvdepot.memory.arena_header import ArenaHeader
 from kvdepot.memory.arena_view import ArenaView
 from tests.conftest import HANG_S, SHM
 from tests.programs import die_with_parent
@@ -98,7 +98,7 @@ def joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(start, end - start) for start, end in arena_view._joined(ranges)]
 
 
-def test_a_use_of_many_places_is_one_of_all_between_them(name: str) -> None:
+def test_a_use_of_very_many_places_covers_all_between_them(name: str) -> None:
     die(name)
     with ArenaView(SHM, name, FIRST).use((SIZE - at * 2 * PAGE, PAGE) for at in range(1, 300)):
         successor = Arena(SHM, name, SIZE, SECOND)
@@ -106,22 +106,15 @@ def test_a_use_of_many_places_is_one_of_all_between_them(name: str) -> None:
     successor.close()
 
 
-@pytest.mark.parametrize("earlier", [False, True])
-def test_a_use_that_cannot_go_on_costs_the_successor_what_was_stored(
-    earlier: bool, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_use_behind_the_end_of_a_smaller_arena_costs_the_successor_what_was_stored(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of bytes behind the end of a smaller arena; or, by a client of an earlier version, of nobody knows what."""
     monkeypatch.setattr(arena_module, "_USE_WAIT_S", 0.05)
     die(name)
     view = ArenaView(SHM, name, FIRST)
-    with view.use([(AT if earlier else SIZE - PAGE, PAGE)]) as seen:
-        if earlier:
-            locks.use(view._fd, 0, 1)  # as its clients did
-            header = ArenaHeader.read(view._fd, name)
-            assert header is not None
-            os.pwrite(view._fd, header._replace(version=EARLIER).pack(), 0)
+    with view.use([(SIZE - PAGE, PAGE)]) as seen:
         with caplog.at_level(logging.WARNING):
-            successor = Arena(SHM, name, SIZE if earlier else SIZE - PAGE, SECOND)
+            successor = Arena(SHM, name, SIZE - PAGE, SECOND)
         assert "empty arena" in caplog.text
         assert not successor.taken_over and not successor.in_use
         # Its descriptor has to have a lower number than any that is opened later (memory/arena.py).
@@ -133,18 +126,6 @@ def test_a_use_that_cannot_go_on_costs_the_successor_what_was_stored(
     assert boot_of(name) == SECOND
     with ArenaView(SHM, name, SECOND).use([(AT, PAGE)]) as seen:
         assert seen[AT] == 0
-    successor.close()
-
-
-def test_an_arena_of_the_earlier_version_is_taken_over_and_becomes_one_of_this(name: str) -> None:
-    die(name)
-    fd = os.open(SHM / name, os.O_RDWR)
-    header = ArenaHeader.read(fd, name)
-    assert header is not None
-    os.pwrite(fd, header._replace(version=EARLIER).pack(), 0)
-    successor = Arena(SHM, name, SIZE, SECOND)
-    assert successor.taken_over and ArenaHeader.read(fd, name) == header._replace(boot=SECOND)
-    os.close(fd)
     successor.close()
 
 
@@ -176,6 +157,9 @@ def test_the_use_of_a_killed_program_ends(name: str) -> None:
 
 
 def test_a_use_that_was_interrupted_before_it_had_the_lock_is_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> bool:
+        raise KeyboardInterrupt
+
     die(name)
     view = ArenaView(SHM, name, FIRST)
     other = os.open(SHM / name, os.O_RDWR)
@@ -188,10 +172,6 @@ def test_a_use_that_was_interrupted_before_it_had_the_lock_is_none(name: str, mo
         assert locks.uses(other, 0, SIZE) == [(AT, PAGE)], "this use is not in the kernel"
     assert not locks.uses(other, 0, SIZE)
     os.close(other)
-
-
-def interrupt(*_: object) -> bool:
-    raise KeyboardInterrupt
 
 
 def test_a_kernel_that_cannot_tell_proves_no_copy_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

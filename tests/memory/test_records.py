@@ -162,7 +162,7 @@ def test_a_table_that_is_cut_off_is_read_up_to_there(cut: int) -> None:
     assert read.damaged == (list(range(1, whole)) if whole < 4 else [])
 
 
-def test_links_that_run_in_a_circle_end() -> None:
+def test_links_of_a_record_that_run_in_a_circle_are_no_record() -> None:
     memory = table(4)
     records = Records(memory)
     slot = records.write(small(1, extents=40))

@@ -130,7 +130,7 @@ def test_a_liveness_that_finds_no_room_leaves_nothing_behind() -> None:
     assert done.stdout == "False True\n"
 
 
-def test_a_liveness_that_is_being_made_is_left_alone_by_who_sweeps() -> None:
+def test_a_sweep_leaves_a_liveness_file_that_is_being_made() -> None:
     name = f"kvdepot-client-{uuid.uuid4().hex[:16]}"
     path = SHM / f".{name}"
     with contextlib.ExitStack() as stack:
@@ -152,7 +152,7 @@ def test_a_liveness_that_is_being_made_is_left_alone_by_who_sweeps() -> None:
 @pytest.mark.parametrize(
     "asked", ["../../outside", ".", "..", "", "a\0b", "n" * 10_000, "kvdepot-test-that-is-not-there"]
 )
-def test_a_name_that_is_no_plain_files_is_refused(asked: str) -> None:
+def test_a_name_that_is_no_plain_file_name_is_refused(asked: str) -> None:
     """Names come from the other side: a client says that of its liveness file, a server that of its arena."""
     with pytest.raises(ArenaError):
         shm.open_shared(SHM, asked)
@@ -186,7 +186,7 @@ def test_what_is_no_plain_file_of_this_user_is_not_opened(name: str, kind: str) 
             target.rmdir()
 
 
-def test_a_liveness_of_another_name_or_that_is_cut_off_is_refused(name: str) -> None:
+def test_a_liveness_file_with_another_name_or_cut_off_is_refused(name: str) -> None:
     (SHM / name).touch(0o600)
     with pytest.raises(BadRequest, match="not the name of a client's liveness file"):
         shm.LivenessView(SHM, name)

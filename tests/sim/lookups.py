@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvdepot.core.index.chunk import Namespace, State, is_hidden, is_there
 from kvdepot.core.lookups.phases import STORE_S, SearchPhase
 from kvdepot.protocol import wire
-from kvdepot.tiers.format import NO_SALT, Facts
+from kvdepot.tiers.format import NO_SALT, ShardFacts
 from tests.sim.groups import deepest, longest, needed
 
 if TYPE_CHECKING:
@@ -102,12 +102,12 @@ class Behind:
                 continue
             if shard is not None:
                 return False  # it is being written or read, or is corrupt
-            facts = Facts(
+            facts = ShardFacts(
                 group.tenant, group.model, group.world_size, rank, group.blocks_in_chunk, group.chunk_tokens,
                 group.layouts[rank],
             )  # fmt: skip
             name = facts.name(salt or NO_SALT, key)
-            if not any(name in store.objects.objects for store in self._server.host.stores):
+            if not any(name in store.tier.objects for store in self._server.host.stores):
                 return False
         return True
 
@@ -126,7 +126,7 @@ class Behind:
             counters["failed_chunks"] + counters["expired_chunks"] + counters["corrupt_chunks"],
             sum(tier.counters[name] for tier in tiers for name in names)
             + sum(tier.counters["breaker_openings"] + tier.speed.retry_at for tier in tiers),
-            sum(store.tier.injected.total() + store.objects.counters["evicted"] for store in server.host.stores),
+            sum(store.tier.injected.total() + store.tier.counters["evicted"] for store in server.host.stores),
         )
 
     def answered(self, asked: tuple[bytes, bytes], value: object, in_time: bool) -> None:

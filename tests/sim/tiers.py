@@ -19,9 +19,9 @@ import numpy as np
 from kvdepot.core.index.chunk import Chunk
 from kvdepot.errors import KVDepotError
 from kvdepot.memory.extents import checksum, views
-from kvdepot.tiers import Blob, TierConfig, parse
+from kvdepot.tiers import TierConfig, parse
 from kvdepot.tiers.codec import SLACK, make_codec
-from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
+from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Header, ShardFacts
 from kvdepot.tiers.stamps import Stamps
 from kvdepot.tiers.worker import (
     MOST_PARTS,
@@ -38,13 +38,13 @@ from kvdepot.tiers.worker import (
     Part,
     Probe,
     Save,
-    Saved,
     TierOutcome,
     TierTask,
     Unwanted,
+    Written,
 )  # fmt: skip
 from tests.sim.content import Memory, chunk_image
-from tests.tiers.faulty import FAULTS, FaultyTier, MemoryTier
+from tests.tiers.faulty import FAULTS, MemoryTier
 
 if TYPE_CHECKING:
     from tests.sim.server import Server
@@ -63,8 +63,7 @@ class Store:
     world: World
     number: int
     config: TierConfig = field(init=False)
-    objects: MemoryTier = field(init=False)
-    tier: FaultyTier = field(init=False)
+    tier: MemoryTier = field(init=False)
     hangs: bool = False
     slow: bool = False
     waiting: list[Callable[[], None]] = field(default_factory=list)
@@ -72,8 +71,7 @@ class Store:
 
     def __post_init__(self) -> None:
         draw = self.world.random
-        self.objects = MemoryTier(draw.choice([None, None, 60_000, 200_000]))
-        self.tier = FaultyTier(self.objects, draw.getrandbits(32))
+        self.tier = MemoryTier(draw.choice([None, None, 60_000, 200_000]), draw.getrandbits(32))
         self.configure()
 
     def configure(self) -> None:
@@ -89,7 +87,7 @@ class Store:
     def put(self, memory: Memory, key: bytes, salt: bytes, seeds: list[bytes]) -> Part:
         """Another host stores a chunk that it has computed."""
         model = memory.model
-        facts = Facts(
+        facts = ShardFacts(
             "",
             model.name,
             model.world_size,
@@ -102,7 +100,7 @@ class Store:
         part = Part(facts, salt, key, ((0, len(data)),), len(data), born=int(WALL + self.world.now))
         total = checksum(np.frombuffer(data, np.uint8), part.extents, part.size)
         header = Header(facts.digest, key, salt or NO_SALT, len(data), len(data), total, part.born)
-        self.objects.write([Blob(part.name, [memoryview(header.pack(facts)), memoryview(data)], part.born)])
+        self.tier.put(part.name, header.pack(facts) + bytes(data), part.born)
         return part
 
     def hang(self) -> None:
@@ -124,7 +122,7 @@ class Store:
         """Two objects change places; if it can be, two of one key."""
         by_key: dict[str, list[str]] = {}
         by_size: dict[str, list[str]] = {}
-        for name, data in self.objects.objects.items():
+        for name, data in self.tier.objects.items():
             by_key.setdefault(f"{name.rpartition('/')[2].partition('.')[0]} {len(data)}", []).append(name)
             by_size.setdefault(str(len(data)), []).append(name)
         draw = self.world.random
@@ -132,7 +130,7 @@ class Store:
             alike = [names for names in groups.values() if len(names) > 1]
             if alike:
                 one, other = draw.sample(draw.choice(alike), 2)
-                objects = self.objects.objects
+                objects = self.tier.objects
                 objects[one], objects[other] = objects[other], objects[one]
                 return True
         return False
@@ -345,7 +343,7 @@ class Forgettings:
 
     def check_store(self, store: Store) -> None:
         """Every shard in a store may be there."""
-        shards = store.objects.objects.keys() & self._objects.keys()  # without the stamps of writers
+        shards = store.tier.objects.keys() & self._objects.keys()  # without the stamps of writers
         for name in shards if self.all else ():
             shard, model, salt = self._objects[name]
             for forgot in self.all:
@@ -355,7 +353,7 @@ class Forgettings:
 
 def _name(chunk: Chunk, rank: int) -> str:
     namespace = chunk.namespace
-    facts = Facts(
+    facts = ShardFacts(
         namespace.tenant,
         namespace.model,
         namespace.world_size,
@@ -391,7 +389,7 @@ def _short_outcome(outcome: TierOutcome) -> str:
         case Loaded():
             marks = {NotLoaded.ABSENT: "-", NotLoaded.CORRUPT: "x", NotLoaded.FORGOTTEN: "f"}
             return "".join(marks[shard] if isinstance(shard, NotLoaded) else "+" for shard in outcome.shards)
-        case Saved():
+        case Written():
             return "".join("+" if kept else "x" for kept in outcome.kept)
         case Forgotten():
             return str(outcome.objects)

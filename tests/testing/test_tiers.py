@@ -13,7 +13,7 @@ import pytest
 
 from kvdepot.testing.tiers import TierConformance
 from kvdepot.tiers import Tier
-from tests.tiers.faulty import FaultyTier, MemoryTier
+from tests.tiers.faulty import MemoryTier
 
 pytestmark = pytest.mark.faults
 
@@ -24,7 +24,7 @@ class TestMemory(TierConformance):
     _stores: ClassVar[dict[Path, MemoryTier]] = {}
 
     def open_tier(self, place: Path) -> Tier:
-        return FaultyTier(self._stores.setdefault(place, MemoryTier()))
+        return self._stores.setdefault(place, MemoryTier())
 
     def open_bounded(self, place: Path, capacity_bytes: int) -> Tier | None:
         return MemoryTier(capacity_bytes)
@@ -35,13 +35,13 @@ MUTANTS = {
     "forgets too much": "def forget(self, salt, space): return super().forget(salt, '')",
     "forgets half": "def forget(self, salt, space): return super().forget(salt, space + '0' * (32 - len(space)))",
     "counts wrong": "def forget(self, salt, space): return super().forget(salt, space) and 1",
-    "cuts the last byte": "def _write(self, name, data, born=0): return super()._write(name, data[:-1] or data)",
-    "ignores all but the first piece": "def write(self, blobs): return [self._write(b.name, bytes(b.buffers[0])) "
+    "cuts the last byte": "def put(self, name, data, born=0): return super().put(name, data[:-1] or data)",
+    "ignores all but the first piece": "def write(self, blobs): return [self.put(b.name, bytes(b.buffers[0])) "
     "for b in blobs]",
     "answers in another order": "def read(self, blobs): return sorted(super().read(blobs))",
     "promises all": "def find(self, names): return [True for name in names]",
-    "takes two names for one": "def _write(self, name, data, born=0): return super()._write(name[:130], data)",
-    "has no bound": "def _write(self, *args): self.capacity_bytes = None; return super()._write(*args)",
+    "takes two names for one": "def put(self, name, data, born=0): return super().put(name[:130], data)",
+    "has no bound": "def put(self, *args): self.capacity_bytes = None; return super().put(*args)",
     "tells of more than there is": "def usage(self): u = super().usage(); return type(u)(u.objects + 1, u.bytes)",
     "fails when it is closed twice": "def close(self): self.closed = 1 // (1 - getattr(self, 'closed', 0))",
     "keeps nothing": "def close(self): self.forget('', '')",
@@ -49,18 +49,18 @@ MUTANTS = {
     "super().remove(names)\n    def close(self): self.objects.update(getattr(self, 'old', {}))",
     "keeps what was replaced": "def write(self, blobs): self.old = dict(self.objects); return super().write(blobs)\n"
     "    def close(self): self.objects.update({n: self.old[n] for n in self.objects if n in self.old})",
-    "writes over the beginning": "def _write(self, name, data, born=0): return super()._write(name, data + "
+    "writes over the beginning": "def put(self, name, data, born=0): return super().put(name, data + "
     "self.objects.get(name, b'')[len(data) :])",
     "counts what was replaced": "def usage(self): u = super().usage(); self.top = max(u.bytes, "
     "getattr(self, 'top', 0)); return type(u)(u.objects, self.top)",
     "fills what has no room": "def read(self, blobs): return [min(s, b.size) for s, b in "
     "zip(super().read(blobs), blobs)]",
     "looks at memory it gave back": "def write(self, blobs): self.late = [*getattr(self, 'late', []), *blobs]; "
-    "[self._write(b.name, b''.join(b.buffers)) for b in self.late]; return [True for b in blobs]",
-    "shows parts": """def _write(self, name, data, born=0):
+    "[self.put(b.name, b''.join(b.buffers)) for b in self.late]; return [True for b in blobs]",
+    "shows parts": """def put(self, name, data, born=0):
         for end in range(0, len(data) + 1, max(1, len(data) // 3)):
-            super()._write(name, data[: end or 1]); time.sleep(0.0001)
-        return super()._write(name, data)""",
+            super().put(name, data[: end or 1]); time.sleep(0.0001)
+        return super().put(name, data)""",
     "fails instead of missing": "def read(self, blobs): return [len(self.objects[b.name]) and "
     "MemoryTier.read(self, [b])[0] for b in blobs]",
     "is overwhelmed by pieces": "def write(self, blobs): return [len(b.buffers) <= 1024 and "

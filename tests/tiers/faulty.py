@@ -1,32 +1,27 @@
-"""Tiers for tests: one that keeps objects in a dict, and a wrapper that injects faults.
-
-    tier = FaultyTier(MemoryTier(), seed=7)
+"""A tier for tests, which keeps objects in a dict, and whose calls fail as a test says (`inject`).
 
 Thread-safe. Every injected fault is counted, so that a test can check that it happened.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from kvdepot.errors import TierError
-from kvdepot.tiers import ABSENT, Blob, Enforcing, Tier, Usage
+from kvdepot.tiers import Blob, TierUsage
+from kvdepot.tiers.codec import fill
 from kvdepot.tiers.rules import Rules
-
-__all__ = ["FAULTS", "Area", "FaultyTier", "MemoryTier"]
-
-_T = TypeVar("_T")
 
 FAULTS = {
     "down": "a call raises TierError, with nothing done",
     "late": "a call raises TierError, with everything done",
-    "hide": "find answers False for an object, and read ABSENT",
+    "hide": "find answers False for an object, and read None",
     "promise": "find answers True for an object that may not exist",
     "refuse": "write answers False, with nothing done",
     "lose": "write answers True, with nothing done",
@@ -48,36 +43,84 @@ class Area:
 
 
 class MemoryTier:
-    """Keeps objects in a dict. With `capacity_bytes`, it evicts the oldest ones. It enforces times to live alone."""
+    """Keeps objects in a dict. With `capacity_bytes`, it evicts the oldest ones. It enforces times to live alone.
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
+    The same seed, rates and calls give the same faults.
+    """
+
+    def __init__(self, capacity_bytes: int | None = None, seed: int = 0) -> None:
         self.capacity_bytes = capacity_bytes
         self.objects: dict[str, bytes] = {}
         self.born: dict[str, int] = {}
         self.counters: Counter[str] = Counter()
+        self.injected: Counter[str] = Counter()
         self.is_counted = True  # else it does not know yet how many objects it has
         self._bytes = 0
+        self._rates: dict[str, float] = {}
+        self._random = random.Random(seed)
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<MemoryTier {len(self.objects)} objects, {self._bytes} bytes>"
+        return f"<MemoryTier {len(self.objects)} objects, {self._bytes} bytes, injected {dict(self.injected)}>"
+
+    def inject(self, **rates: float) -> None:
+        """Set the rates of all faults, e.g. `inject(corrupt=0.1, hide=0.1)`; those not named get 0."""
+        assert rates.keys() <= FAULTS.keys(), rates
+        self._rates = rates
+
+    def _strikes(self, fault: str) -> bool:
+        rate = self._rates.get(fault, 0.0)
+        with self._lock:
+            struck = rate > 0 and self._random.random() < rate
+            self.injected[fault] += struck
+        return struck
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        if self._strikes("down"):
+            raise TierError("injected: the store is unavailable")
+        yield
+        if self._strikes("late"):
+            raise TierError("injected: the store's answer was lost")
 
     def attach(self, memory: Sequence[memoryview]) -> None:
         """Nothing to prepare."""
 
     def find(self, names: Sequence[str]) -> list[bool]:
-        with self._lock:
-            return [name in self.objects for name in names]
+        with self._call(), self._lock:
+            found = [name in self.objects for name in names]
+        return [self._strikes("promise") or (there and not self._strikes("hide")) for there in found]
 
-    def read(self, blobs: Sequence[Blob]) -> list[int]:
-        with self._lock:
+    def read(self, blobs: Sequence[Blob]) -> list[int | None]:
+        with self._call(), self._lock:
             found = [self.objects.get(blob.name) for blob in blobs]
-        return [ABSENT if data is None else _fill(blob, data) for blob, data in zip(blobs, found, strict=True)]
+        return [self._fill(blob, data) for blob, data in zip(blobs, found, strict=True)]
+
+    def _fill(self, blob: Blob, data: bytes | None) -> int | None:
+        if data is None or self._strikes("hide"):
+            return None
+        size = len(data)
+        if size > blob.size:
+            return size
+        if self._strikes("corrupt"):
+            place = self._random.randrange(size)
+            data = data[:place] + bytes([data[place] ^ 1 << self._random.randrange(8)]) + data[place + 1 :]
+        fill(blob.buffers, [data])
+        if self._strikes("truncate"):
+            return self._random.randrange(size)
+        return blob.size + 1 if self._strikes("swell") else size
 
     def write(self, blobs: Sequence[Blob]) -> list[bool]:
-        return [self._write(blob.name, b"".join(blob.buffers), blob.born) for blob in blobs]
+        refused = [self._strikes("refuse") for _ in blobs]
+        lost = [self._strikes("lose") for _ in blobs]
+        with self._call():
+            return [
+                not no and (gone or self.put(blob.name, b"".join(blob.buffers), blob.born))
+                for blob, no, gone in zip(blobs, refused, lost, strict=True)
+            ]
 
-    def _write(self, name: str, data: bytes, born: int = 0) -> bool:
+    def put(self, name: str, data: bytes, born: int = 0) -> bool:
+        """Write one object, without faults."""
         with self._lock:
             if self.capacity_bytes is not None:
                 if len(data) > self.capacity_bytes:
@@ -96,19 +139,19 @@ class MemoryTier:
         self._bytes -= len(self.objects.pop(name, b""))
 
     def remove(self, names: Sequence[str]) -> None:
-        with self._lock:
+        with self._call(), self._lock:
             for name in names:
                 self._drop(name)
 
     def forget(self, salt: str, space: str) -> int:
-        with self._lock:
+        with self._call(), self._lock:
             gone = [name for name in self.objects if name.startswith(salt) and name[33:65].startswith(space)]
             for name in gone:
                 self._drop(name)
         return len(gone)
 
     def enforce(self, rules: Rules, wall: float) -> bool:
-        with self._lock:
+        with self._call(), self._lock:
             for name in list(self.objects):
                 ttl_s, born = rules.ttl_of(name), self.born.get(name, 0)
                 if ttl_s and born and born + ttl_s <= wall:
@@ -116,110 +159,10 @@ class MemoryTier:
                     self.counters["expired"] += 1
         return False
 
-    def usage(self) -> Usage:
-        with self._lock:
+    def usage(self) -> TierUsage:
+        with self._call(), self._lock:
             counts = (len(self.objects), self._bytes) if self.is_counted else (None, None)
-            return Usage(*counts, self.capacity_bytes, dict(self.counters))
+            return TierUsage(*counts, self.capacity_bytes, dict(self.counters))
 
     def close(self) -> None:
         """The objects stay."""
-
-
-def _fill(blob: Blob, data: bytes) -> int:
-    if len(data) <= blob.size:
-        rest = memoryview(data)
-        for buffer in blob.buffers:
-            part = rest[: len(buffer)]
-            buffer[: len(part)] = part
-            rest = rest[len(part) :]
-    return len(data)
-
-
-class FaultyTier:
-    """A tier with FAULTS injected at given rates. The same seed and calls give the same faults."""
-
-    def __init__(self, tier: Tier, seed: int = 0) -> None:
-        self.tier = tier
-        self.injected: Counter[str] = Counter()
-        self._rates: dict[str, float] = {}
-        self._random = random.Random(seed)
-        self._lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        return f"<FaultyTier {self._rates} injected {dict(self.injected)} of {self.tier!r}>"
-
-    def inject(self, **rates: float) -> None:
-        """Set the rates of all faults, e.g. `inject(corrupt=0.1, hide=0.1)`; those not named get 0.
-
-        Raises ValueError for an unknown fault.
-        """
-        if unknown := rates.keys() - FAULTS.keys():
-            raise ValueError(f"no such fault: {', '.join(sorted(unknown))}")
-        with self._lock:
-            self._rates = rates
-
-    def _strikes(self, fault: str) -> bool:
-        with self._lock:
-            rate = self._rates.get(fault, 0.0)
-            struck = rate > 0 and self._random.random() < rate
-            self.injected[fault] += struck
-        return struck
-
-    def _call(self, run: Callable[[], _T]) -> _T:
-        if self._strikes("down"):
-            raise TierError("injected: the store is unavailable")
-        answer = run()
-        if self._strikes("late"):
-            raise TierError("injected: the store's answer was lost")
-        return answer
-
-    def attach(self, memory: Sequence[memoryview]) -> None:
-        self.tier.attach(memory)
-
-    def find(self, names: Sequence[str]) -> list[bool]:
-        found = self._call(lambda: self.tier.find(names))
-        return [self._strikes("promise") or (there and not self._strikes("hide")) for there in found]
-
-    def read(self, blobs: Sequence[Blob]) -> list[int]:
-        sizes = self._call(lambda: self.tier.read(blobs))
-        return [self._spoil(blob, size) for blob, size in zip(blobs, sizes, strict=True)]
-
-    def _spoil(self, blob: Blob, size: int) -> int:
-        if size < 1 or self._strikes("hide"):
-            return ABSENT
-        if size > blob.size:
-            return size
-        if self._strikes("corrupt"):
-            place = self._random.randrange(size)
-            for buffer in blob.buffers:
-                if place < len(buffer):
-                    buffer[place] ^= 1 << self._random.randrange(8)
-                    break
-                place -= len(buffer)
-        if self._strikes("truncate"):
-            return self._random.randrange(size)
-        return blob.size + 1 if self._strikes("swell") else size
-
-    def write(self, blobs: Sequence[Blob]) -> list[bool]:
-        refused = [self._strikes("refuse") for _ in blobs]
-        lost = [self._strikes("lose") for _ in blobs]
-        sound = [blob for blob, no, gone in zip(blobs, refused, lost, strict=True) if not (no or gone)]
-        answers = iter(self._call(lambda: self.tier.write(sound)))
-        return [not no and (gone or next(answers)) for no, gone in zip(refused, lost, strict=True)]
-
-    def remove(self, names: Sequence[str]) -> None:
-        self._call(lambda: self.tier.remove(names))
-
-    def forget(self, salt: str, space: str) -> int:
-        return self._call(lambda: self.tier.forget(salt, space))
-
-    def enforce(self, rules: Rules, wall: float) -> bool:
-        tier = self.tier
-        assert isinstance(tier, Enforcing), f"{tier!r} is not a local tier"
-        return self._call(lambda: tier.enforce(rules, wall))
-
-    def usage(self) -> Usage:
-        return self._call(self.tier.usage)
-
-    def close(self) -> None:
-        self.tier.close()

@@ -74,7 +74,7 @@ def serve(url: str, options: list[str]) -> None:
                 answer = str(tier._pool._store.batch_put_session_start([PREFIX + name_of(number)], [size])[0])
             else:
                 found = tier.read([Blob(name_of(number), [memory[:size]])])[0]
-                answer = "missing" if found < 0 else "right" if memory[:size] == content(number, size) else "wrong"
+                answer = "missing" if found is None else "right" if memory[:size] == content(number, size) else "wrong"
         print(answer, flush=True)
 
 

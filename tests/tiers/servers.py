@@ -168,7 +168,7 @@ def put(tier: Tier, number: int, data: bytes) -> bool:
 def get(tier: Tier, number: int, room: int = 1 << 16) -> bytes | None:
     area = bytearray(room)
     (size,) = tier.read([Blob(name_of(number), [memoryview(area)])])
-    return None if size < 0 else bytes(area[:size])
+    return None if size is None else bytes(area[:size])
 
 
 def answered(call: Callable[[], Any]) -> Any:

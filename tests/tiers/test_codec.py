@@ -23,9 +23,9 @@ from kvdepot.install import advice
 from kvdepot.memory.extents import checksum
 from kvdepot.tiers import Options
 from kvdepot.tiers.codec import BLOCK_BYTES, SLACK, Codec, make_codec
-from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header
+from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Header, ShardFacts
 from kvdepot.tiers.stamps import Stamps
-from kvdepot.tiers.worker import Load, Mover, NotLoaded, Part, Save, Saved
+from kvdepot.tiers.worker import Load, Mover, NotLoaded, Part, Save, Written
 from tests.conftest import HANG_S
 from tests.tiers.faulty import Area, MemoryTier
 from tests.tiers.servers import need
@@ -37,7 +37,7 @@ need(modules=["zstandard", "cryptography"])
 
 import zstandard  # noqa: E402
 
-FACTS = Facts("", "model", 1, 0, 16, 256, bytes(32))
+FACTS = ShardFacts("", "model", 1, 0, 16, 256, bytes(32))
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 PLAIN, ZSTD, AES, BOTH = Codec(), Codec(True), Codec(key=KEY), Codec(True, KEY)
 CODECS = [PLAIN, ZSTD, AES, BOTH]
@@ -281,7 +281,7 @@ def test_encrypted_bytes_belong_to_their_header_alone(codec: Codec, change: dict
     assert not codec.decode(msgspec.structs.replace(header, **change), rest, [out.data])
 
 
-def test_it_says_why_an_object_is_not_for_it() -> None:
+def test_a_codec_says_why_it_cannot_read_an_object() -> None:
     kv = normal(1000)
     (plain, _), (sealed, _) = coding_of(PLAIN, kv), coding_of(AES, kv)
     later = msgspec.structs.replace(plain, coding=16)
@@ -364,7 +364,7 @@ def test_a_shard_goes_to_a_tier_and_back_and_is_told_from_one_with_another_key(
     area.bytes[4096 : 4096 + BLOCK_BYTES], area.bytes[400000 : 400000 + 8192] = kv[:BLOCK_BYTES], kv[BLOCK_BYTES:]
     here = Part(FACTS, b"", b"k" * 32, [(4096, BLOCK_BYTES), (400000, 8192)], size)
     there = Part(FACTS, b"", b"k" * 32, [(500032, size)], size)
-    assert Mover(shelf, area, codec, heads, Stamps(codec)).run(Save(0, [here]), 0.0) == Saved([True])
+    assert Mover(shelf, area, codec, heads, Stamps(codec)).run(Save(0, [here]), 0.0) == Written([True])
 
     def load(reader: Codec) -> Any:
         area.bytes[500000:] = 0

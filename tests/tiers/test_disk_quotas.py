@@ -17,7 +17,7 @@ from kvdepot.protocol.quotas import Quota
 from kvdepot.testing.tiers import content
 from kvdepot.tiers import Blob, parse
 from kvdepot.tiers.disk import Disk
-from kvdepot.tiers.format import Facts
+from kvdepot.tiers.format import ShardFacts
 from kvdepot.tiers.rules import Rules
 from tests.conftest import eventually
 
@@ -34,7 +34,7 @@ WALL = 1_800_000_000
 
 
 def name_of(tenant: str, number: int, salt: bytes = b"") -> str:
-    return Facts(tenant, "m", 1, 0, 1, 1, b"layout").name(salt, number.to_bytes(32, "little"))
+    return ShardFacts(tenant, "m", 1, 0, 1, 1, b"layout").name(salt, number.to_bytes(32, "little"))
 
 
 def on_disk(floor: int = 0, cap: int = 0, weight: float = 1.0, ttl_s: int = 0) -> Quota:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Facts, Header, model_prefix
+from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Header, ShardFacts, model_prefix
 
-FACTS = Facts("tenant", "model", 2, 1, 16, 256, bytes(range(32)))
+FACTS = ShardFacts("tenant", "model", 2, 1, 16, 256, bytes(range(32)))
 HEADER = Header(FACTS.digest, b"k" * 32, b"s" * 16, 1 << 20, 1 << 19, 77, 1_700_000_000, 3, b"n" * 12)
 
 uint64 = st.integers(0, 2**64 - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -40,15 +41,14 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]:
 @pytest.fixture
 def start_master(tmp_path: Path) -> Iterator[StartMaster]:
     """Masters for one test."""
-    masters: list[MooncakeMaster] = []
+    with ExitStack() as stack:
 
-    def run(*flags: str) -> MooncakeMaster:
-        masters.append(MooncakeMaster(tmp_path, *flags))
-        return masters[-1]
+        def run(*flags: str) -> MooncakeMaster:
+            master = MooncakeMaster(tmp_path, *flags)
+            stack.callback(master.kill)
+            return master
 
-    yield run
-    for master in masters:
-        master.kill()
+        yield run
 
 
 class TestMooncake(TierConformance):
@@ -57,20 +57,19 @@ class TestMooncake(TierConformance):
     examples: ClassVar[int] = 3
 
     def open_tier(self, place: Any) -> Tier:
-        return joined(f"{place}?segment_gib=0&local_host=127.0.0.1")
+        return join(place)
 
     @pytest.fixture(scope="class")
     @classmethod
     def sweeper(cls, pool: MooncakeMaster) -> Iterator[Tier]:
         """A client of the pool that is there all the time: joining it takes long."""
-        tier = joined(f"{pool.url}?segment_gib=0&local_host=127.0.0.1")
-        yield tier
-        tier.close()
+        with closing(join(pool)) as tier:
+            yield tier
 
     @pytest.fixture
-    def place(self, pool: MooncakeMaster, sweeper: Tier) -> str:
+    def place(self, pool: MooncakeMaster, sweeper: Tier) -> MooncakeMaster:
         sweeper.forget("", "")
-        return pool.url
+        return pool
 
 
 # -- bytes
@@ -84,23 +83,18 @@ def memory() -> memoryview:
 @pytest.fixture
 def tier(pool: MooncakeMaster, memory: memoryview) -> Iterator[Tier]:
     """A client without memory for the pool: all that it stores lies with another process."""
-    tier = join(pool)
-    tier.attach([memory])
-    tier.forget("", "")
-    yield tier
-    tier.close()
+    with closing(join(pool)) as tier:
+        tier.attach([memory])
+        tier.forget("", "")
+        yield tier
 
 
 def join(master: MooncakeMaster, segment_mib: int = 0) -> Tier:
-    return joined(f"{master.url}?segment_gib={segment_mib / 1024}&local_host=127.0.0.1")
-
-
-def joined(url: str) -> Tier:
     """Tries again where the machine was too busy for the time that a tier has to join."""
 
     def try_it() -> Tier | None:
         try:
-            return parse(url).open()
+            return parse(f"{master.url}?segment_gib={segment_mib / 1024}&local_host=127.0.0.1").open()
         except TierError as exc:
             assert "cannot be joined within" in str(exc)
             return None
@@ -110,10 +104,9 @@ def joined(url: str) -> Tier:
 
 
 def write_or_not(tier: Tier, number: int) -> bool:
-    try:
+    with suppress(TierError):
         return write(tier, number)
-    except TierError:
-        return False
+    return False
 
 
 def write(tier: Tier, number: int, size: int = MIB) -> bool:
@@ -123,7 +116,7 @@ def write(tier: Tier, number: int, size: int = MIB) -> bool:
 def read(tier: Tier, number: int, size: int = MIB) -> str:
     area = bytearray(size)
     (found,) = tier.read([Blob(name_of(number), [memoryview(area)])])
-    return "missing" if found < 0 else "right" if found == size and area == content(number, size) else "wrong"
+    return "missing" if found is None else "right" if found == size and area == content(number, size) else "wrong"
 
 
 def test_bytes_go_straight_to_where_they_are_wanted(tier: Tier, memory: memoryview) -> None:
@@ -163,15 +156,12 @@ def test_the_first_read_has_memory_of_just_the_objects_size_and_succeeds(
 ) -> None:
     """What worker.py offers has room for more than there is, as an object may be longer where it is encrypted."""
     assert write(tier, 1) and write(tier, 2)
-    fresh = join(pool)
-    try:
+    with closing(join(pool)) as fresh:
         for number in (1, 2, 1):
             area = bytearray(MIB + spare)
             assert fresh.read([Blob(name_of(number), [memoryview(area)])]) == [MIB]
             assert area[:MIB] == content(number, MIB)
         assert fresh.usage().counters["failed"] == 0
-    finally:
-        fresh.close()
     assert "TRANSFER" not in (said := capfd.readouterr().err) and "slice" not in said
 
 
@@ -201,13 +191,10 @@ def test_any_number_of_pieces_and_threads_stays_below_what_the_library_can_bear(
 
 
 def test_what_another_host_is_just_writing_is_not_said_to_be_there(pool: MooncakeMaster, tier: Tier) -> None:
-    other = Host(pool.url, segment_mib=0)
-    try:
+    with closing(Host(pool.url, segment_mib=0)) as other:
         assert other.ask(f"begin 7 {MIB}") == "0"
         assert not write(tier, 7)
         assert tier.find([name_of(7)]) == [False] and read(tier, 7) == "missing"
-    finally:
-        other.close()
 
 
 # -- room

@@ -8,7 +8,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ need(commands=["redis-server", "redis-cli"], modules=["redis", "cryptography"])
 
 from redis.exceptions import RedisError, ResponseError  # noqa: E402
 
-from kvdepot.tiers.redis import RedisTier  # noqa: E402
 from kvdepot.tiers.redis.exchange import PART_BYTES, checked, expect, sendable  # noqa: E402
 
 COMMANDS = ("ping", "watch", "strlen", "getrange", "set", "exists", "unlink", "scan", "multi", "exec")
@@ -43,15 +42,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
     """Servers for one test."""
-    servers: list[RedisServer] = []
+    with ExitStack() as stack:
 
-    def run(*flags: str, **options: Any) -> RedisServer:
-        servers.append(RedisServer(tmp_path, *flags, **options))
-        return servers[-1]
+        def run(*flags: str, **options: Any) -> RedisServer:
+            server = RedisServer(tmp_path, *flags, **options)
+            stack.callback(server.kill)
+            return server
 
-    yield run
-    for one in servers:
-        one.kill()
+        yield run
 
 
 @pytest.fixture(scope="module")
@@ -63,22 +61,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServ
 
 
 @pytest.fixture
-def open_tier() -> Iterator[Callable[[str], RedisTier]]:
+def open_tier() -> Iterator[Callable[[str], Any]]:
     """Tiers that end with the test."""
-    opened: list[Tier] = []
-
-    def run(url: str) -> RedisTier:
-        tier = parse(url).open()
-        opened.append(tier)
-        assert isinstance(tier, RedisTier)
-        return tier
-
-    yield run
-    for tier in opened:
-        tier.close()
+    with ExitStack() as stack:
+        yield lambda url: stack.enter_context(closing(parse(url).open()))
 
 
-OpenTier = Callable[[str], RedisTier]
+OpenTier = Callable[[str], Any]
 Start = Callable[..., RedisServer]
 
 
@@ -98,16 +87,12 @@ class TestRedisConformance(TierConformance):
         return parse(place).open()
 
 
-class TestRedisClusterConformance(TierConformance):
-    shared = True
+class TestRedisClusterConformance(TestRedisConformance):
     examples = 5
 
     @pytest.fixture
     def place(self, cluster: list[RedisServer]) -> str:
         return f"redis+cluster://127.0.0.1:{cluster[0].port},127.0.0.1:{cluster[1].port}?prefix={prefix()}"
-
-    def open_tier(self, place: Any) -> Tier:
-        return parse(place).open()
 
 
 # -- who may come in

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvdepot.errors import InternalError, TierError
-from kvdepot.tiers import Usage, disk, parse
+from kvdepot.tiers import TierUsage, disk, parse
 from kvdepot.tiers.codec import Codec
-from kvdepot.tiers.worker import Find, Forget, Forgotten, Probe, TierWorker
+from kvdepot.tiers.worker import Find, ForgetSpaces, Forgotten, Probe, TierWorker
 from tests.conftest import HANG_S
 from tests.tiers.faulty import Area, MemoryTier
 
@@ -50,18 +50,16 @@ def test_a_panic_of_a_library_is_answered_and_ends_no_thread(
         errors = [each for each in caplog.records if each.levelno == logging.ERROR]
         assert len(errors) == 1 + panics_on_open, "not one a call"
         is_open = True
-        worker.submit(Forget(0, "", [], []))
+        worker.submit(ForgetSpaces(0, "", [], []))
         assert outcomes.get(timeout=HANG_S) == Forgotten(0)
         worker.submit(Probe(0))
-        assert isinstance(outcomes.get(timeout=HANG_S), Usage)
+        assert isinstance(outcomes.get(timeout=HANG_S), TierUsage)
     finally:
         worker.stop(HANG_S)
     assert not worker.is_busy()
 
 
-def test_whatever_ends_the_counting_of_a_folder_ends_the_waiting_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_fail_once_the_counting_of_a_folder_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: str) -> Any:
         raise MemoryError
 

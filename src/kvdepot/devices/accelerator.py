@@ -258,13 +258,10 @@ class AcceleratorBlocks(BlockMemory):
         """
         held = self._opened().registration
         try:
-            if held is None or not held.covers(transfer.memory):
+            is_held = held is not None and held.covers(transfer.memory)
+            with held.use() if held is not None and is_held else contextlib.nullcontext(()) as transfer.registered:
                 self._queue(transfer, pieces, slots)
                 transfer.wait(slots)
-            else:
-                with held.use() as transfer.registered:
-                    self._queue(transfer, pieces, slots)
-                    transfer.wait(slots)
         except BaseException as exc:
             with contextlib.suppress(RuntimeError):
                 for slot in slots:

@@ -38,6 +38,16 @@ class ArenaBytes(Protocol):
         """Whether its server has removed it and freed its memory, which nobody used any more."""
 
 
+@dataclass(eq=False)
+class Scratch:
+    """Memory of this process in place of an arena."""
+
+    bytes: Bytes
+
+    def is_freed(self) -> bool:
+        return False
+
+
 @dataclass(slots=True)
 class CopyPiece:
     """One chunk of one rank: its extents in the arena, and its blocks. A load does not write the first `skip`."""

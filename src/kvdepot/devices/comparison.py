@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.devices.blocks import ArenaBytes, BlockMemory, CopyPiece
+from kvdepot.devices.blocks import ArenaBytes, BlockMemory, CopyPiece, Scratch
 from kvdepot.memory.extents import Bytes, views
 from kvdepot.protocol.layout import Layout
 
@@ -78,31 +78,21 @@ _TYPES = {
 }
 
 
-@dataclass(eq=False)
-class _Scratch:
-    """Memory for some blocks, in place of the arena."""
-
-    bytes: Bytes
-
-    def is_freed(self) -> bool:
-        return False
-
-
 _kept = threading.local()
 
 
-def _scratch(size: int) -> _Scratch:
+def _scratch(size: int) -> Scratch:
     """Scratch of at least `size` bytes. Each thread keeps its own: its pages would be zeroed anew for each chunk."""
-    found: _Scratch | None = getattr(_kept, "scratch", None)
+    found: Scratch | None = getattr(_kept, "scratch", None)
     if found is None or len(found.bytes) < size:
-        found = _kept.scratch = _Scratch(np.empty(size, np.uint8))
+        found = _kept.scratch = Scratch(np.empty(size, np.uint8))
     return found
 
 
 class _Parts(NamedTuple):
-    """Parts of equal size and type, in as many `segments` behind each other. start: the first segment's first byte in
-    a chunk of one block. size: bytes of a segment in a block. at, taken: the part's first byte, and its bytes, in that.
-    """
+    """Parts of equal size and type, one in each of `segments` adjacent segments. start: the first segment's first byte
+    in a chunk of one block. size: bytes of a segment in a block. at, taken: a part's first byte in its segment, and its
+    bytes."""
 
     numbers: str
     start: int
@@ -136,7 +126,7 @@ def _compare(chunk: _Chunk, parts: Sequence[_Parts], judge: Callable[[Numbers], 
     if differing is None:
         return [0.0]
     tiles = [_Tiles(each, len(chunk.piece.block_ids)) for each in parts]
-    for each in (differing, *(other for other in ranges if other != differing)):  # that one has been read
+    for each in sorted(ranges, key=lambda each: each != differing):  # first the blocks that have been read
         blocks = chunk.read(*each)
         for some in tiles:
             some.add(blocks)
@@ -238,7 +228,7 @@ class _Tiles:
         self._tile = tile if tile * 8 >= _TILE else values
         self._step = 1 if values // self._tile < _MANY else _EVERY
         tiles = -(-values // self._tile // self._step)
-        self._largest = np.zeros((2, parts.segments, blocks), parts.bits)  # magnitude: of stored, of computed numbers
+        self._largest = np.zeros((2, parts.segments, blocks), parts.bits)  # magnitudes: stored, and computed
         self._strange = np.zeros((parts.segments, blocks), np.bool_)
         self._norms, self._distances = np.empty((2, parts.segments, blocks, tiles))
 
@@ -256,7 +246,7 @@ class _Tiles:
             if special.any():
                 masks = [_magnitudes(each) >= self._kind.special for each in pair]
                 self._strange[here] = (masks[0] != masks[1]).any(axis=2)
-                largest[:, special] = 0  # in the same places; the other numbers count
+                largest[:, special] = 0  # special numbers in the same places are equal; the other numbers count
                 pair = np.where(masks[0], 0, pair[0]), np.where(masks[1], 0, pair[1])
                 is_large = True
             self._largest[:, at:to, blocks.first : blocks.end] = largest
@@ -325,7 +315,7 @@ def _decode(name: str, bits: Bits) -> Floats:
 
 
 def _widen(numbers: npt.NDArray[np.float16]) -> Floats:
-    """The same in float32. numpy takes 20 times as long."""
+    """`numbers` in float32, converted by torch: numpy takes 20 times as long."""
     import torch
 
     found = np.empty(numbers.shape, np.float32)
@@ -336,13 +326,13 @@ def _widen(numbers: npt.NDArray[np.float16]) -> Floats:
 
 
 def _mean(tiles: Numbers) -> Numbers:
-    """The numbers of parts by those of their tiles, [parts, blocks, tiles]."""
+    """The number of each part, from the numbers of its tiles, [parts, blocks, tiles]."""
     of_blocks = tiles.mean(axis=2)
     return cast(Numbers, np.maximum(of_blocks.mean(axis=1), of_blocks.max(axis=1) / _BLOCK_SHARE))
 
 
 def _least(tiles: Numbers) -> Numbers:
-    """The same for models with experts."""
+    """The number of each part in a model with experts, from the numbers of its tiles, [parts, blocks, tiles]."""
     rows = tiles.reshape(len(tiles), -1)
     numbers: Numbers = np.quantile(rows, 0.1, axis=1)
     if rows.shape[1] >= _RUN:

@@ -108,21 +108,17 @@ class HostBlocks(BlockMemory):
 
 def _copy(plan: _Plan, arena: ArenaBytes, pieces: Sequence[CopyPiece], is_store: bool) -> None:
     for piece in pieces:
-        start, runs = (
-            plan.first * len(piece.block_ids),
-            _runs(piece.block_ids if is_store else piece.block_ids[piece.skip :]),
-        )
+        start = plan.first * len(piece.block_ids)
+        runs = _runs(piece.block_ids if is_store else piece.block_ids[piece.skip :])
         for stack, size in _sized(plan.stacks, piece):
             where = views(arena.bytes, piece.extents, start, size)
             whole = where[0]
             if len(where) > 1:
                 whole = np.empty(size, np.uint8) if is_store else np.concatenate(where)
             stack.copy(piece, runs, whole, is_store)
-            if is_store and len(where) > 1:
-                done = 0
-                for part in where:
-                    part[:] = whole[done : done + len(part)]
-                    done += len(part)
+            for part in where if is_store and len(where) > 1 else ():
+                part[:] = whole[: len(part)]
+                whole = whole[len(part) :]
             start += size
 
 
@@ -173,7 +169,7 @@ class _Pages:
             return self._ended
 
     def stop(self) -> None:
-        """One of those who have started it needs it no more; after the last one it ends early. Never blocks."""
+        """Undo one `start`. After the last one, the background ends early. Never blocks."""
         with self._lock:
             self._followers -= 1
             if not self._followers:
@@ -185,9 +181,8 @@ class _Pages:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
             for start in range(0, len(self._memory), ENTERED_BYTES):
-                if stopping.is_set():
-                    break
-                if not self._enter_allocated(start, min(ENTERED_BYTES, len(self._memory) - start)):
+                size = min(ENTERED_BYTES, len(self._memory) - start)
+                if stopping.is_set() or not self._enter_allocated(start, size):
                     break
         finally:
             ended.set()
@@ -250,7 +245,8 @@ class _Stack:
     """uint8[layers, segments of a layer, num_blocks, size], the memory of `rows`."""
 
     def copy(self, piece: CopyPiece, runs: _Runs | None, area: Bytes, is_store: bool) -> None:
-        """Copy blocks to a chunk's bytes of these segments, or back; a load not the first blocks. runs: of the ids."""
+        """Copy blocks to a chunk's bytes of these segments, or back; a load leaves the first `skip` blocks. runs: runs
+        of the copied ids."""
         skip = 0 if is_store else piece.skip
         size, count, ids = self.rows[0].size, len(piece.block_ids), piece.block_ids[skip:]
         if len(self.rows) < _CALLS * count:

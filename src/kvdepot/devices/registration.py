@@ -37,8 +37,8 @@ class Registration:
     """The pieces of one mapped arena that are registered for a device. Any thread."""
 
     def __init__(self, memory: Bytes, device: torch.device, before: Registration | None = None) -> None:
-        """Begin to register a mapping. Never blocks. before: what must be unregistered first, perhaps of the same
-        mapping."""
+        """Begin to register a mapping. Never blocks. before: a registration, perhaps of the same mapping, which must
+        end first."""
         self.memory = memory
         self.ended = threading.Event()
         """Set once every piece is registered, or no more can be."""

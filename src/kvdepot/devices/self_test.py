@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvdepot.devices.blocks import BlockMemory, CopyPiece
+from kvdepot.devices.blocks import BlockMemory, CopyPiece, Scratch
 from kvdepot.errors import DeviceError
 from kvdepot.memory.allocator import PAGE, Allocator, Extents
 from kvdepot.memory.extents import Bytes, checksum
@@ -79,19 +79,9 @@ class _Differs(DeviceError):
         )
 
 
-class _TestArena:
-    """An arena of the self-test, in memory of this process."""
-
-    def __init__(self, size: int) -> None:
-        self.bytes: Bytes = np.frombuffer(mmap.mmap(-1, size), np.uint8)
-
-    def is_freed(self) -> bool:
-        return False
-
-
 def _test(blocks: Sequence[BlockMemory], given_up: threading.Event) -> CopySpeed:
     groups = [_Group(number, each, given_up) for number, each in enumerate(blocks)]
-    scratch = _TestArena(max(group.arena_bytes for group in groups))
+    scratch = Scratch(np.frombuffer(mmap.mmap(-1, max(group.arena_bytes for group in groups)), np.uint8))
     checksum(scratch.bytes, ((0, PAGE),), PAGE)  # imports its library now, and not in the first copy
     for group in groups:
         group.check(scratch, "")
@@ -128,7 +118,7 @@ class _Group:
         self.extents: Extents = tuple((at * PAGE, count * PAGE) for at, count in places if count)
         self.arena_bytes = (pages + 4) * PAGE
 
-    def check(self, scratch: _TestArena, kind: str) -> None:
+    def check(self, scratch: Scratch, kind: str) -> None:
         """Raise an error unless blocks come back, and nothing else changes. The blocks are then as they were.
 
         kind: of the arena's memory.
@@ -158,7 +148,7 @@ class _Group:
         finally:
             self._write(before)
 
-    def seconds(self, scratch: _TestArena) -> tuple[float, float]:
+    def seconds(self, scratch: Scratch) -> tuple[float, float]:
         """The times of a store of the blocks and of a load of the same bytes, `repeats` times each."""
         begun = time.perf_counter()
         self._move(scratch, True, times=self.repeats)
@@ -166,7 +156,7 @@ class _Group:
         self._move(scratch, False, times=self.repeats)
         return stored - begun, time.perf_counter() - stored
 
-    def _move(self, scratch: _TestArena, is_store: bool, skip: int = 0, times: int = 1) -> None:
+    def _move(self, scratch: Scratch, is_store: bool, skip: int = 0, times: int = 1) -> None:
         if self._given_up.is_set():
             raise TimeoutError("given up")
         self.blocks.move(scratch, [CopyPiece(self.extents, self.ids, skip)] * times, is_store)

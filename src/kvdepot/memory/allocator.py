@@ -63,17 +63,17 @@ class Allocator:
             start = whole[0][0]
             return [((at, need),) for at in range(start + need * (count - 1), start - 1, -need)]
         taken: list[Extents] = []
-        pieces: list[tuple[int, int]] = []
-        missing = need
-        for start, length in whole:
-            at, end = start, start + length
-            while at < end:
-                used = min(missing, end - at)
-                pieces.append((at, used))
-                at, missing = at + used, missing - used
-                if not missing:
-                    taken.append(tuple(pieces))
-                    pieces, missing = [], need
+        left = list(reversed(whole))
+        for _ in range(count):
+            pieces, missing = [], need
+            while missing:
+                start, length = left.pop()
+                used = min(missing, length)
+                pieces.append((start, used))
+                missing -= used
+                if used < length:
+                    left.append((start + used, length - used))
+            taken.append(tuple(pieces))
         return taken[::-1]
 
     def free(self, extents: Extents) -> None:

@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -25,14 +25,7 @@ from kvdepot.errors import ArenaError
 from kvdepot.logs import Sparing
 from kvdepot.memory import shm
 from kvdepot.memory.allocator import Extents
-from kvdepot.memory.arena_header import (
-    CHUNKS_OFFSET,
-    EARLIER,
-    HEADER_BYTES,
-    SECRET_OFFSET,
-    WITHDRAWALS_OFFSET,
-    ArenaHeader,
-)  # fmt: skip
+from kvdepot.memory.arena_header import CHUNKS_OFFSET, HEADER_BYTES, SECRET_OFFSET, WITHDRAWALS_OFFSET, ArenaHeader
 from kvdepot.memory.records import ARENA_BYTES_A_SLOT, SLOT_BYTES
 from kvdepot.memory.room import free_bytes
 from kvdepot.protocol.handshake import SECRET_BYTES
@@ -99,15 +92,9 @@ class Arena:
 
     def _claim(self, boot: bytes) -> ArenaHeader:
         """Lock the file, give it its size, and write and return its header."""
-        deadline = time.monotonic() + _LOCK_WAIT_S  # a client that checks whether we live locks it for an instant
-        while not locks.lock(self._fd):
-            if time.monotonic() < deadline:
-                time.sleep(0.01)
-                continue
+        # A client that checks whether we live locks it for an instant.
+        if not _becomes(lambda: locks.lock(self._fd), _LOCK_WAIT_S):
             raise ArenaError(f"arena {self.path} is in use by another kvdepot server; choose another --arena-name")
-        return self._claim_locked(boot)
-
-    def _claim_locked(self, boot: bytes) -> ArenaHeader:
         found = ArenaHeader.read(self._fd, self.path) if self.taken_over else None
         os.fchmod(self._fd, 0o600)
         old = os.fstat(self._fd).st_blocks * 512
@@ -134,10 +121,7 @@ class Arena:
         # In case we die before `settle`, the header gives the size of the old contents. Whoever begins a use now finds
         # our boot id, and ends it at once (arena_view.py).
         header = self._write_header(ArenaHeader(min(self.whole, self.size), found.table_bytes, boot))
-        deadline = time.monotonic() + _USE_WAIT_S
-        while not (can_stay := self._find_uses(found)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if not can_stay:
+        if not _becomes(lambda: self._find_uses(found), _USE_WAIT_S):
             # Whoever stopped in the middle of a copy may go on at any time, so the file cannot be taken over.
             log.warning("a client hangs while it copies to or from %s: starting with an empty arena", self.path)
             self.path.unlink(missing_ok=True)
@@ -149,9 +133,7 @@ class Arena:
         return header
 
     def _find_uses(self, found: ArenaHeader) -> bool:
-        """Note what clients of the previous server use; whether it may go on while we serve."""
-        if found.version == EARLIER:
-            return not locks.uses(self._fd, 0, 1)
+        """Note what clients of the previous server use; whether their uses may go on while we serve."""
         self.in_use = locks.uses(self._fd, found.chunks_start, self.whole)
         return all(start + size <= self.size for start, size in self.in_use)
 
@@ -216,24 +198,16 @@ class Arena:
         start = offset - offset % mmap.PAGESIZE
         error = shm.populate(self._fd, start, self.address + start, offset + size - start)
         if error:
-            sparing_log.warning(
-                "cannot allocate memory for the arena, so what needs it is not stored: %s; make room, or lower "
-                "--arena-gib",
-                self._why_not(error),
-            )
+            why = {errno.ENOMEM: "this machine or control group is out of memory"}.get(error, os.strerror(error))
+            if error in (errno.EFAULT, errno.ENOSPC):  # EFAULT: touching the page would raise SIGBUS
+                why = f"{self.path.parent} is full"
+            advice = "cannot allocate memory for the arena, so what needs it is not stored: %s; make room, or lower %s"
+            sparing_log.warning(advice, why, "--arena-gib")
         return not error
 
     def is_populated(self, extents: Iterable[tuple[int, int]]) -> bool:
         """Whether `ensure` would return at once for all of these, because their pages are allocated. Any thread."""
         return all(start + size <= self.populated for start, size in extents)
-
-    def _why_not(self, error: int) -> str:
-        """The reason for an error of `shm.populate`."""
-        if error in (errno.EFAULT, errno.ENOSPC):  # EFAULT: touching the page would raise SIGBUS
-            return f"{self.path.parent} is full"
-        if error == errno.ENOMEM:
-            return "this machine or control group is out of memory"
-        return os.strerror(error)
 
     def close(self, remove: bool = True) -> None:
         """Stop populating, remove the file if `remove`, and close it, which releases the lock. May be called twice."""
@@ -259,3 +233,11 @@ class Arena:
         """Remove the file, unless another one has taken its name. It stays locked until `close` or our end."""
         if not self.is_lost():
             self.path.unlink(missing_ok=True)
+
+
+def _becomes(test: Callable[[], bool], timeout_s: float) -> bool:
+    """Call `test` until it is true; whether that was in time. Blocks."""
+    deadline = time.monotonic() + timeout_s
+    while not (is_true := test()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return is_true

@@ -41,8 +41,6 @@ for a dependency of the preceding store); with equal offsets both directions are
 """
 MAGIC = b"kvdepot\0"
 VERSION = 4
-EARLIER = 3
-"""The version that is read, too. Its clients use the file as a whole (byte 0), and no writers are recorded in it."""
 _HEADER = struct.Struct("<8sIIQQ8s")
 SECRET_OFFSET, WITHDRAWALS_OFFSET = 64, 96
 
@@ -51,11 +49,9 @@ class ArenaHeader(NamedTuple):
     size: int
     table_bytes: int
     boot: bytes
-    version: int = VERSION
 
-    def pack(self) -> bytes:
-        *facts, version = self
-        return _HEADER.pack(MAGIC, version, crc32(_HEADER.pack(MAGIC, version, 0, *facts)), *facts)
+    def pack(self, version: int = VERSION) -> bytes:
+        return _HEADER.pack(MAGIC, version, crc32(_HEADER.pack(MAGIC, version, 0, *self)), *self)
 
     @classmethod
     def read(cls, fd: int, path: object) -> ArenaHeader | None:
@@ -66,12 +62,12 @@ class ArenaHeader(NamedTuple):
         magic, version, _, size, table_bytes, boot = _HEADER.unpack(data.ljust(_HEADER.size, b"\0"))
         if magic != MAGIC:
             raise ArenaError(f"{path} is not a kvdepot arena; remove it or choose another --arena-name")
-        if version not in (VERSION, EARLIER):
+        if version != VERSION:
             raise ArenaError(
                 f"{path} was written in arena format {version}, this kvdepot has format {VERSION}: start the version "
                 f"that wrote it, or remove the file (its chunks are recomputed on demand)"
             )
-        header = cls(size, table_bytes, boot, version)
+        header = cls(size, table_bytes, boot)
         if header.pack() != data:
             raise ArenaError(f"the header of {path} is damaged: remove the file (its chunks are recomputed on demand)")
         return header
@@ -103,7 +99,7 @@ class Watch:
             if os.fstat(self._fd).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ArenaError(f"other users may open {folder / name}")
             head = os.pread(self._fd, SECRET_OFFSET + SECRET_BYTES, 0)
-            if head[: len(MAGIC)] != MAGIC or len(head) < SECRET_OFFSET + SECRET_BYTES:
+            if not head.startswith(MAGIC) or len(head) < SECRET_OFFSET + SECRET_BYTES:
                 raise Unavailable(f"{folder / name} is not an arena")
             self.secret = head[SECRET_OFFSET:]
             if head[: _HEADER.size][-len(boot) :] != boot or not locks.is_locked(self._fd):

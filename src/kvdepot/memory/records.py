@@ -73,7 +73,7 @@ class ShardRecord(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False)
     """One sealed shard.
 
     parent, position: as in core/index/chunk.py (empty, 0: loose). extents: as in memory/allocator.py.
-    size: bytes of KV in them. serial: running number of its seal. checksum: of the KV; 0 = none was computed.
+    size: bytes of KV in the extents. serial: running number of the seal. checksum: of the KV; 0 = none was computed.
     salt, born: as in core/index/chunk.py. writer: number of the record of its writer; 0: none is known.
     """
 

@@ -158,8 +158,7 @@ class LivenessFile:
     def __init__(self, folder: Path) -> None:
         """Raises ArenaError, and then leaves nothing behind."""
         check_folder(folder)
-        self._owner = os.getpid()
-        self._address = 0
+        self._owner, self._address = os.getpid(), 0
         self.name = f"{_LIVENESS}{os.urandom(8).hex()}"
         self.secret = os.urandom(_SECRET_BYTES)
         self._path = folder / self.name
@@ -231,12 +230,11 @@ def leave_for(pid: int) -> None:
     with contextlib.suppress(OSError):
         maps = process.joinpath("maps").read_text(encoding="utf-8", errors="replace").splitlines()
         for path in {Path("/", line.partition("/")[2]) for line in maps if f"/{_LIVENESS}" in line}:
-            with contextlib.suppress(OSError, KVDepotError):  # its client has removed it
-                fd = open_shared(path.parent, path.name)
-                try:
-                    os.pwrite(fd, b"\1", _LEFT)
-                finally:
-                    os.close(fd)
+            with (
+                contextlib.suppress(OSError, KVDepotError),  # its client has removed it
+                open(open_shared(path.parent, path.name), "wb", buffering=0) as file,
+            ):
+                os.pwrite(file.fileno(), b"\1", _LEFT)
     with contextlib.suppress(OSError):
         for thread in process.joinpath("task").iterdir():
             with contextlib.suppress(OSError):  # this thread has ended meanwhile
@@ -270,16 +268,11 @@ class LivenessView:
     def close(self, remove: bool) -> None:
         """Close it; remove: also remove the file, for a dead client. May be called twice."""
         if self._fd >= 0:
-            if remove:
-                _remove(self._path)
+            with contextlib.suppress(OSError):
+                if remove:
+                    self._path.unlink()
             os.close(self._fd)
             self._fd = -1
-
-
-def _remove(path: Path) -> None:
-    """Remove a dead client's file if it can be removed."""
-    with contextlib.suppress(OSError):
-        path.unlink()
 
 
 def sweep_liveness_files(folder: Path) -> None:
@@ -291,11 +284,10 @@ def sweep_liveness_files(folder: Path) -> None:
             fd = open_shared(folder, path.name)
         except (KVDepotError, OSError):
             continue  # another user's, or already gone
-        try:
+        with contextlib.suppress(OSError):
             if not locks.is_locked(fd):
-                _remove(path)
-        finally:
-            os.close(fd)
+                path.unlink()
+        os.close(fd)
 
 
 def liveness_files(folder: Path) -> int:

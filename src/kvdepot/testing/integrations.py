@@ -124,7 +124,7 @@ class IntegrationConformance:
         with self.engine(server) as engine:
             assert engine.answer([longer])[0].computed < len(longer) // 2
 
-    def test_no_server_is_no_error(self, server: _Server) -> None:
+    def test_an_engine_without_a_server_answers_the_same(self, server: _Server) -> None:
         cold = self.cold(server)
         server.send(signal.SIGKILL)
         with self.engine(server) as engine:

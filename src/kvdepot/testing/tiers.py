@@ -12,7 +12,6 @@ promises. Each test begins with an empty tier. In a conftest.py,
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import mmap
@@ -20,6 +19,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from kvdepot.errors import KVDepotError, TierError
-from kvdepot.tiers import ABSENT, NAME, Blob, Tier, Usage
+from kvdepot.tiers import NAME, Blob, Tier, TierUsage
 
 __all__ = ["TierConformance", "content", "cut", "name_of", "together"]
 
@@ -126,10 +126,9 @@ class TierConformance(Generic[Place]):
 
     @pytest.fixture
     def tier(self, place: Place, memory: memoryview) -> Iterator[Tier]:
-        tier = self._start(place, memory)
-        assert tier.forget("", "") == 0, "the suite needs an empty place of its own"
-        yield tier
-        tier.close()
+        with closing(self._start(place, memory)) as tier:
+            assert tier.forget("", "") == 0, "the suite needs an empty place of its own"
+            yield tier
 
     @pytest.fixture
     def bounded(self, place: Place, memory: memoryview) -> Iterator[Tier]:
@@ -137,9 +136,9 @@ class TierConformance(Generic[Place]):
         tier = self.open_bounded(place, _BOUND)
         if tier is None:
             pytest.skip("the store controls its capacity itself")
-        tier.attach([memory])
-        yield tier
-        tier.close()
+        with closing(tier):
+            tier.attach([memory])
+            yield tier
 
     def _start(self, place: Place, memory: memoryview) -> Tier:
         tier = self.open_tier(place)
@@ -200,7 +199,7 @@ class TierConformance(Generic[Place]):
         assert tier.find([name_of(n) for n in order]) == [n % 3 > 0 for n in order]
         areas = [bytearray(1000 + 37 * n - (n % 5 == 0)) for n in order]  # every fifth buffer is one byte too small
         answers = tier.read([Blob(name_of(n), [memoryview(area)]) for n, area in zip(order, areas, strict=True)])
-        assert answers == [1000 + 37 * n if n % 3 else ABSENT for n in order]
+        assert answers == [1000 + 37 * n if n % 3 else None for n in order]
         for n, area in zip(order, areas, strict=True):
             if n % 3 and n % 5:
                 assert area == content(n, len(area))
@@ -242,13 +241,13 @@ class TierConformance(Generic[Place]):
         area = memoryview(bytearray(10))
         calls: list[tuple[Callable[[], object], tuple[object, ...]]] = [
             (lambda: tier.find([name_of(1)]), ([False], [True])),
-            (lambda: tier.read([Blob(name_of(1), [area])]), ([ABSENT], [10])),
+            (lambda: tier.read([Blob(name_of(1), [area])]), ([None], [10])),
             (lambda: tier.write([Blob(name_of(2), [area])]), ([False], [True])),
             (lambda: tier.remove([name_of(1)]), (None,)),
             (lambda: tier.forget("", ""), (0, 1, 2)),
         ]
         for call, answers in calls:
-            with contextlib.suppress(TierError):
+            with suppress(TierError):
                 assert call() in answers
 
     def test_close_ends_calls_under_way_and_none_of_them_lies(self, place: Place, memory: memoryview) -> None:
@@ -265,7 +264,7 @@ class TierConformance(Generic[Place]):
                     size = tier.read([Blob(name_of(1), [memoryview(area)])])[0]
                 except TierError:
                     return
-                if size == ABSENT:
+                if size is None:
                     return
                 assert size == MIB and area == data, f"read {turn} is wrong"
 
@@ -278,8 +277,7 @@ class TierConformance(Generic[Place]):
     def test_two_that_share_a_store_see_each_others_objects(self, place: Place, memory: memoryview) -> None:
         if not self.shared:
             pytest.skip("one at a time")
-        one, two = self._start(place, memory), self._start(place, memory)
-        try:
+        with closing(self._start(place, memory)) as one, closing(self._start(place, memory)) as two:
             data = content(1, 300_000)
             assert _put(one, name_of(1), data)
             assert two.find([name_of(1)]) == [True]
@@ -289,24 +287,17 @@ class TierConformance(Generic[Place]):
             assert _put(two, name_of(2), data)
             assert one.forget("", "") == 1
             assert two.find([name_of(2)]) == [False]
-        finally:
-            one.close()
-            two.close()
 
     def test_one_that_cannot_be_shared_is_refused_to_the_second(self, place: Place, memory: memoryview) -> None:
         if self.shared or not self.keeps:
             pytest.skip("any number at a time")
-        one = self._start(place, memory)
-        try:
+        with closing(self._start(place, memory)) as one:
             assert _put(one, name_of(1), b"first")
             with pytest.raises(KVDepotError):
                 self._start(place, memory)
             assert _get(one, name_of(1), 5) == b"first"
-        finally:
-            one.close()
-        two = self._start(place, memory)
-        assert _get(two, name_of(1), 5) == b"first"
-        two.close()
+        with closing(self._start(place, memory)) as two:
+            assert _get(two, name_of(1), 5) == b"first"
 
     # -- threads
 
@@ -333,22 +324,20 @@ class TierConformance(Generic[Place]):
                 areas = [bytearray(sizes[-1]) for _ in names]
                 answers = tier.read([Blob(n, cut(memoryview(a), [9])) for n, a in zip(names, areas, strict=True)])
                 for size, area in zip(answers, areas, strict=True):
-                    if size != ABSENT:
+                    if size is not None:
                         version = int.from_bytes(area[:8], "little")
                         assert size == sizes[version % 4], f"{size} bytes of version {version}"
                         assert area[:size] == _stamped(version, size), "bytes of another version"
                         whole.add(version)
 
-        def until_ended(*tasks: Callable[[], None]) -> Callable[[], None]:
-            def run() -> None:
-                try:
-                    together(*tasks)
-                finally:
-                    ended.set()
+        def until_ended(*tasks: Callable[[], None]) -> None:
+            try:
+                together(*tasks)
+            finally:
+                ended.set()
 
-            return run
-
-        together(until_ended(read, read), *(until_ended(partial(write, thread)) for thread in range(3)))
+        writers = [partial(until_ended, partial(write, thread)) for thread in range(3)]
+        together(partial(until_ended, read, read), *writers)
 
     def test_forgetting_while_others_write_leaves_whole_objects_only(self, tier: Tier) -> None:
         def write(thread: int) -> None:
@@ -357,7 +346,7 @@ class TierConformance(Generic[Place]):
                 assert tier.write([Blob(name_of(number, salt=turn % 2), [memoryview(_stamped(number, 8000))])])
                 area = bytearray(8000)
                 size = tier.read([Blob(name_of(number, salt=turn % 2), [memoryview(area)])])[0]
-                assert size == ABSENT or (size == 8000 and area == _stamped(number, 8000))
+                assert size is None or (size == 8000 and area == _stamped(number, 8000))
 
         def forget() -> None:
             for turn in range(30):
@@ -435,11 +424,9 @@ class TierConformance(Generic[Place]):
         life.teardown()
 
     def test_any_life_is_that_of_a_dict(self, place: Place, memory: memoryview) -> None:
+        checks = list(hypothesis.HealthCheck)
         settings = hypothesis.settings(
-            max_examples=self.examples,
-            stateful_step_count=30,
-            deadline=None,
-            suppress_health_check=list(hypothesis.HealthCheck),
+            max_examples=self.examples, stateful_step_count=30, deadline=None, suppress_health_check=checks
         )
         life = partial(_Life, self, place, memory)
         run_state_machine_as_test(life, settings=settings)  # type: ignore[arg-type]
@@ -455,8 +442,8 @@ def _get(tier: Tier, name: str, room: int) -> bytes | None:
     """Read one object; None if it is absent."""
     area = bytearray(room)
     (size,) = tier.read([Blob(name, [memoryview(area)])])
-    assert size <= room, f"{name} has {size} bytes"
-    return None if size == ABSENT else bytes(area[:size])
+    assert size is None or size <= room, f"{name} has {size} bytes"
+    return None if size is None else bytes(area[:size])
 
 
 _LIFE_NAMES = [
@@ -496,7 +483,7 @@ class _Life(RuleBasedStateMachine):
         rooms = [max(1, len(self.model.get(name, b"0")) - less) for name in names]
         areas = [bytearray(room) for room in rooms]
         answers = self.tier.read([Blob(n, cut(memoryview(a), [piece])) for n, a in zip(names, areas, strict=True)])
-        assert list(answers) == [len(self.model.get(name, b"")) or ABSENT for name in names]
+        assert list(answers) == [len(self.model.get(name, b"")) or None for name in names]
         for name, area in zip(names, areas, strict=True):
             if name in self.model and len(area) == len(self.model[name]):
                 assert area == self.model[name], name
@@ -525,7 +512,7 @@ class _Life(RuleBasedStateMachine):
     def everything_is_found_and_nothing_else(self) -> None:
         assert self.tier.find(_LIFE_NAMES) == [name in self.model for name in _LIFE_NAMES]
         usage = self.tier.usage()
-        assert isinstance(usage, Usage)
+        assert isinstance(usage, TierUsage)
         size, count = sum(map(len, self.model.values())), len(self.model)
         assert usage.objects in (None, count)
         assert usage.bytes is None or size <= usage.bytes <= size + count * self.slack_bytes

@@ -30,8 +30,7 @@ from kvdepot.tiers.urls import credentials_of, has_ambiguous_secret, has_place, 
 from kvdepot.values import explain, in_units, suggestion
 
 __all__ = [
-    "ABSENT", "KINDS", "NAME", "Blob", "Enforcing", "Options", "Tally", "Tier", "TierConfig", "Usage", "convert",
-    "parse",
+    "KINDS", "NAME", "Blob", "Enforcing", "Options", "Tally", "Tier", "TierConfig", "TierUsage", "convert", "parse",
 ]  # fmt: skip
 
 KINDS = {
@@ -53,9 +52,6 @@ _SECRET = re.compile("secret|token|pass|pwd|credential|key|auth|signature|^sig$|
 
 NAME = re.compile(r"(?=.{1,160}\Z)[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]+\.[0-9a-f]+")
 """The form of names (`fullmatch`): salt, space, key and rank, at most 160 characters."""
-
-ABSENT = -1
-"""The answer of `Tier.read` for an object that does not exist."""
 
 OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 
@@ -80,7 +76,7 @@ class Blob:
         return sum(len(buffer) for buffer in self.buffers)
 
 
-class Usage(msgspec.Struct, frozen=True):
+class TierUsage(msgspec.Struct, frozen=True):
     """The contents of a tier; None for values that it cannot determine quickly."""
 
     objects: int | None = None
@@ -95,7 +91,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Tally:
-    """A tier's own counters (`Usage.counters`, named as in `protocol.counters.TIER`): `tally("evicted")` counts one.
+    """A tier's own counters (`TierUsage.counters`, named as in `protocol.counters.TIER`).
     Any thread."""
 
     def __init__(self, *names: str) -> None:
@@ -134,8 +130,8 @@ class Tier(Protocol):
         A policy may count this as a use. Must not read the objects.
         """
 
-    def read(self, blobs: Sequence[Blob]) -> list[int]:
-        """Fill the buffers, one answer per blob: the object's size in bytes, or ABSENT (-1).
+    def read(self, blobs: Sequence[Blob]) -> list[int | None]:
+        """Fill the buffers, one answer per blob: the object's size in bytes, or None if it does not exist.
 
         If an object is larger than the buffers, the answer is its size and the buffers' contents are undefined, as are
         bytes after a shorter object. An object answered as read has arrived completely and in order; buffers never mix
@@ -159,7 +155,7 @@ class Tier(Protocol):
         Empty strings match all. Objects written meanwhile may stay. The number is exact without concurrent calls.
         """
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         """Count its objects. Cheap: it also serves as the probe of a failed tier (raises TierError)."""
 
     def close(self) -> None:

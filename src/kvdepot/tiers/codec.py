@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +36,7 @@ from kvdepot import install
 from kvdepot.errors import ConfigError
 from kvdepot.protocol.curve import read_secret
 from kvdepot.tiers import Options
-from kvdepot.tiers.format import Facts, Header
+from kvdepot.tiers.format import Header, ShardFacts
 
 if TYPE_CHECKING:
     import zstandard
@@ -75,40 +76,36 @@ class Codec:
         self._key = key
         self.has_logged = False
         """Whether an unreadable object has been logged. Used by the tier worker."""
-        self._coding = 0  # of everything that it encrypts, and the only one that it decrypts
-        if compress and not _can_compress():
+        self._coding = 0  # encrypted objects have these bits; it decrypts no others
+        if compress and not _can_import("zstandard"):
             raise ConfigError(f"compress=zstd needs zstandard; {install.advice('compress')}")
         if key is not None:
             assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
-            if not _can_encrypt():
+            if not _can_import("cryptography.hazmat.primitives.ciphers"):
                 raise ConfigError(f"key_file needs cryptography; {install.advice('encrypt')}")
             mark = blake3(key, derive_key_context="kvdepot tiers: which key").digest()[:3]
             self._coding = _ENCRYPTED | int.from_bytes(mark, "little") << 8
 
-    def encode(self, header: Header, facts: Facts, parts: Sequence[memoryview]) -> list[memoryview]:
+    def encode(self, header: Header, facts: ShardFacts, parts: Sequence[memoryview]) -> list[memoryview]:
         """The object: its header with `stored`, `coding` and `nonce` set, and the bytes after it. Blocks.
 
         parts: `header.size` bytes of KV. Uncoded, these very buffers follow the header.
         """
         assert sum(map(len, parts)) == header.size, f"{sum(map(len, parts))} bytes, the header says {header.size}"
-        coding = self._coding
-        pieces = list(parts)
+        coding, pieces = self._coding, list(parts)
         if self._compress and (shrunk := _compress(parts, header.size)) is not None:
             width, body = shrunk
             coding |= _ZSTD | (width.bit_length() - 1) << _WIDTH_BIT
             pieces = [body.data]
-        stored = sum(map(len, pieces))
-        if self._key is None:
-            header = msgspec.structs.replace(header, stored=stored, coding=coding)
-        else:
-            header = msgspec.structs.replace(
-                header, stored=stored + _TAG_BYTES, coding=coding, nonce=os.urandom(_NONCE_BYTES)
-            )
+        header = msgspec.structs.replace(header, stored=sum(map(len, pieces)), coding=coding)
+        if self._key is not None:
+            stored = header.stored + _TAG_BYTES
+            header = msgspec.structs.replace(header, stored=stored, nonce=os.urandom(_NONCE_BYTES))
             pieces = [_encrypt(self._key, header, pieces)]
         return [memoryview(header.pack(facts)), *pieces]
 
     def why_not(self, header: Header) -> str:
-        """The reason why `decode` cannot read such an object, which was written with other options; empty if it can."""
+        """The reason why `decode` cannot read an object that was written with other options; empty if it can."""
         rest = header.coding & ~_SHUFFLED
         shuffled = header.coding & _SHUFFLED
         if rest & ~_MARK not in (0, _ENCRYPTED) or (shuffled and not shuffled & _ZSTD) or _width(header) > max(_WIDTHS):
@@ -117,7 +114,7 @@ class Codec:
             return "it is encrypted, and this tier has no key_file"
         if rest != self._coding:  # anybody could have written an unencrypted object
             return "it is encrypted with another key" if rest else "it is not encrypted, and this tier has a key_file"
-        if shuffled and not _can_compress():
+        if shuffled and not _can_import("zstandard"):
             return f"it is compressed, and zstandard is missing; {install.advice('compress')}"
         return ""
 
@@ -159,17 +156,10 @@ def make_codec(options: Options) -> Codec:
 
 
 @functools.cache
-def _can_compress() -> bool:
-    """Whether zstandard can be imported; one that is installed may lack its native part."""
+def _can_import(module: str) -> bool:
+    """Whether a library can be imported; one that is installed may lack its native part."""
     with contextlib.suppress(ImportError):
-        return bool(import_module("zstandard"))
-    return False
-
-
-@functools.cache
-def _can_encrypt() -> bool:
-    with contextlib.suppress(ImportError):
-        return bool(import_module("cryptography.hazmat.primitives.ciphers"))
+        return bool(import_module(module))
     return False
 
 
@@ -184,22 +174,17 @@ def fill(buffers: Sequence[memoryview], parts: Iterable[bytes | memoryview]) -> 
     """Copy `parts` one after the other into `buffers`, as far as they suffice; bytes of all parts. numpy releases the
     GIL."""
     total = 0
-    rest = iter(buffers)
-    room = np.empty(0, np.uint8)
-    full = False
+    rest: list[memoryview | Bytes] = [buffer for buffer in reversed(buffers) if len(buffer)]
     for part in parts:
         total += len(part)
-        data = np.frombuffer(part, np.uint8) if len(part) else room[:0]
-        while len(data) and not full:
-            if not len(room):
-                buffer = next(rest, None)
-                full = buffer is None
-                if buffer is not None:
-                    room = np.frombuffer(buffer, np.uint8) if len(buffer) else room
-                continue
+        data = np.frombuffer(part, np.uint8) if len(part) else np.empty(0, np.uint8)
+        while len(data) and rest:
+            room = np.frombuffer(rest.pop(), np.uint8)
             count = min(len(room), len(data))
             room[:count] = data[:count]
-            room, data = room[count:], data[count:]
+            data = data[count:]
+            if count < len(room):
+                rest.append(room[count:])
     return total
 
 
@@ -263,13 +248,9 @@ def _compress(parts: Sequence[memoryview], size: int) -> tuple[int, Bytes] | Non
 
 def _shrink(zstd: zstandard.ZstdCompressor, block: Bytes, width: int) -> list[Bytes]:
     """The planes of a block of elements, each compressed or as it is, whichever is shorter."""
-    found = []
     elements = block.view(f"<u{width}")
-    for number in range(width):
-        plane = (elements >> (8 * number)).astype(np.uint8)
-        packed = np.frombuffer(zstd.compress(plane.data), np.uint8)
-        found.append(packed if len(packed) < len(plane) else plane)
-    return found
+    planes = [(elements >> (8 * number)).astype(np.uint8) for number in range(width)]
+    return [min(np.frombuffer(zstd.compress(plane.data), np.uint8), plane, key=len) for plane in planes]
 
 
 def _expand(body: Bytes, width: int, size: int, out: Sequence[memoryview]) -> bool:
@@ -279,17 +260,16 @@ def _expand(body: Bytes, width: int, size: int, out: Sequence[memoryview]) -> bo
     table_bytes = -(-size // BLOCK_BYTES) * width * 4
     if size % width or len(body) < table_bytes:
         return False
-    lengths = body[:table_bytes].view("<u4").tolist()
-    if table_bytes + sum(lengths) != len(body):
+    lengths = iter(body[:table_bytes].view("<u4").tolist())
+    if table_bytes + body[:table_bytes].view("<u4").sum(dtype=np.int64) != len(body):
         return False
     # The size that a frame claims is compared before memory is allocated for it.
     zstd = zstandard.ZstdDecompressor(max_window_size=2 * BLOCK_BYTES)
     at = table_bytes
-    planes: list[Bytes] = []
-    for number, run in enumerate(_blocks(out, BLOCK_BYTES)):
+    for run in _blocks(out, BLOCK_BYTES):
         plane_bytes = sum(map(len, run)) // width
-        planes.clear()
-        for length in lengths[number * width : (number + 1) * width]:
+        planes: list[Bytes] = []
+        for length in itertools.islice(lengths, width):
             packed = body[at : at + length]
             at += length
             if length != plane_bytes:

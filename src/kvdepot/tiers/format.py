@@ -41,7 +41,7 @@ _TEXT_BYTES = HEADER_BYTES - _HEADER.size - STAMP_BYTES
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Facts(msgspec.Struct, frozen=True, array_like=True, dict=True):
+class ShardFacts(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """Everything beside the key that determines a shard's bytes and its place in shared stores."""
 
     tenant: str
@@ -92,7 +92,7 @@ class Header(msgspec.Struct, frozen=True):
     writer: str = ""
     """The writer whose stamp it is, once the tier has been asked; not in the bytes."""
 
-    def pack(self, facts: Facts) -> bytes:
+    def pack(self, facts: ShardFacts) -> bytes:
         text = _encode(facts)[:_TEXT_BYTES]
         rest = text.ljust(_TEXT_BYTES, b"\0") + self.stamp
         crc = crc32(self._pack(0, len(text)) + rest)
@@ -108,7 +108,7 @@ class Header(msgspec.Struct, frozen=True):
             self.facts, self.key, self.salt, self.nonce,
         )  # fmt: skip
 
-    def names(self, facts: Facts, salt: bytes, key: bytes, size: int) -> bool:
+    def names(self, facts: ShardFacts, salt: bytes, key: bytes, size: int) -> bool:
         """Whether this is the header of this very shard: it has in full what a name has in part."""
         return (self.facts, self.salt, self.key, self.size) == (facts.digest, salt, key, size)
 

@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -39,7 +39,7 @@ from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 
 from kvdepot.errors import ConfigError, TierError
-from kvdepot.tiers import ABSENT, Blob, Tally, Usage, convert
+from kvdepot.tiers import Blob, Tally, TierUsage, convert
 from kvdepot.tiers.codec import fill
 from kvdepot.tiers.urls import redact, shown, shown_option
 
@@ -77,7 +77,8 @@ class ObjectOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests: Annotated[int, Meta(ge=1, le=256, description="concurrent requests, for each of `threads`")] = 16
 
 
-_STORES: dict[str, Callable[..., S3Store | GCSStore | AzureStore]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
+_Store: TypeAlias = S3Store | GCSStore | AzureStore
+_STORES: dict[str, Callable[..., _Store]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 _MEANT_FOR = {"endpoint": ("s3", "az"), "region": ("s3",), "account": ("az",), "tls_ca": ("s3", "gs", "az")}
 
 
@@ -143,13 +144,9 @@ def _make_directory(path: Path) -> None:
     path.mkdir(mode=0o700, exist_ok=True)
 
 
-def _store(kind: str, bucket: str, prefix: str | None, own: ObjectOptions) -> S3Store | GCSStore | AzureStore:
-    limit = timedelta(seconds=own.timeout_s)
-    client: ClientConfig = {
-        "timeout": limit,
-        "connect_timeout": limit,
-        "allow_http": own.endpoint.startswith("http://"),
-    }
+def _store(kind: str, bucket: str, prefix: str | None, own: ObjectOptions) -> _Store:
+    limit, is_plain = timedelta(seconds=own.timeout_s), own.endpoint.startswith("http://")
+    client: ClientConfig = {"timeout": limit, "connect_timeout": limit, "allow_http": is_plain}
     if own.tls_ca:
         client["root_certificate"] = Path(own.tls_ca).read_bytes()
     # A request that took all of `timeout_s` is not retried: the server hangs.
@@ -162,13 +159,7 @@ def _store(kind: str, bucket: str, prefix: str | None, own: ObjectOptions) -> S3
 class ObjectTier:
     """Objects in a bucket. Any thread: obstore's store is all that threads share."""
 
-    def __init__(
-        self,
-        name: str,
-        store: S3Store | GCSStore | AzureStore | LocalStore,
-        options: ObjectOptions,
-        path: Path | None = None,
-    ) -> None:
+    def __init__(self, name: str, store: _Store | LocalStore, options: ObjectOptions, path: Path | None = None) -> None:
         self._name = name
         self._store = store
         self._options = options
@@ -177,12 +168,12 @@ class ObjectTier:
         self._tally = Tally("refused")
 
     def attach(self, memory: Sequence[memoryview]) -> None:
-        """Nothing to prepare."""
+        """Do nothing: HTTP sends from and reads into any memory."""
 
     def find(self, names: Sequence[str]) -> list[bool]:
         return self._each(self._head, names)
 
-    def read(self, blobs: Sequence[Blob]) -> list[int]:
+    def read(self, blobs: Sequence[Blob]) -> list[int | None]:
         return self._each(self._get, blobs)
 
     def write(self, blobs: Sequence[Blob]) -> list[bool]:
@@ -192,44 +183,34 @@ class ObjectTier:
         return kept
 
     def remove(self, names: Sequence[str]) -> None:
+        def delete(some: str | Sequence[str]) -> None:
+            with self._edge(), suppress(FileNotFoundError):
+                obstore.delete(self._store, some)
+
         if isinstance(self._store, S3Store):
-            with self._edge():
-                for start in range(0, len(names), DELETE_NAMES):
-                    obstore.delete(self._store, names[start : start + DELETE_NAMES])
+            for start in range(0, len(names), DELETE_NAMES):
+                delete(names[start : start + DELETE_NAMES])
         else:  # these have no batches, or fail at the first missing name
-
-            def delete(name: str) -> None:
-                with self._edge(), suppress(FileNotFoundError):
-                    obstore.delete(self._store, name)
-
             self._each(delete, names)
 
     def forget(self, salt: str, space: str) -> int:
         """Lists the folders of the first two parts, then the objects of those that match."""
         gone = 0
-        for first in self._folders("", salt):
-            for folder in self._folders(first, space):
-                with self._edge():
-                    pages = obstore.list(self._store, folder, chunk_size=DELETE_NAMES)
-                    page = next(pages, None)
-                while page is not None:
+        for folder in [folder for first in self._folders("", salt) for folder in self._folders(first, space)]:
+            with self._edge():
+                for page in obstore.list(self._store, folder, chunk_size=DELETE_NAMES):
                     self.remove([found["path"] for found in page])
                     gone += len(page)
-                    with self._edge():
-                        page = next(pages, None)
         return gone
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         """capacity_bytes: of the file system, for `file://`. A bucket does not report its size."""
-        capacity = None
         with self._edge():
-            if self._path is not None:
-                room = os.statvfs(self._path)
-                capacity = room.f_blocks * room.f_frsize
-            else:
-                for _ in obstore.list(self._store, "no-name-begins-so"):  # the cheapest request
-                    pass
-        return Usage(capacity_bytes=capacity, counters=self._tally.counts())
+            room = None if self._path is None else os.statvfs(self._path)
+            if room is None:
+                list(obstore.list(self._store, "no-name-begins-so"))  # the cheapest request
+        capacity_bytes = None if room is None else room.f_blocks * room.f_frsize
+        return TierUsage(capacity_bytes=capacity_bytes, counters=self._tally.counts())
 
     def close(self) -> None:
         """Calls in progress continue; obstore closes its connections with the tier."""
@@ -243,12 +224,12 @@ class ObjectTier:
             return True
         return False
 
-    def _get(self, blob: Blob) -> int:
+    def _get(self, blob: Blob) -> int | None:
         with self._edge():
             try:
                 found = obstore.get(self._store, blob.name)
             except FileNotFoundError:
-                return ABSENT
+                return None
             size = found.meta["size"]
             if size > blob.size:
                 return size
@@ -304,9 +285,9 @@ class ObjectTier:
             yield
         except (BaseError, OSError, ValueError) as exc:
             raise TierError(f"{self._name}: {_told(exc)}") from None
-        except Exception:
-            raise
-        except BaseException as exc:  # noqa: BLE001 - a panic of obstore's Rust code
+        except BaseException as exc:  # a panic of obstore's Rust code
+            if isinstance(exc, Exception):
+                raise
             advice = "check the bucket, and the endpoint in the URL, AWS_ENDPOINT_URL or AZURE_STORAGE_ENDPOINT"
             raise TierError(f"{self._name}: obstore panicked ({_told(exc)}): {advice}") from None
 

@@ -25,7 +25,7 @@ class Rules(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, quotas: Mapping[tuple[str, bytes], Quota], salts: Mapping[bytes, int], ttl_s: int) -> Rules:
-        """quotas: by tenant and salt (as in `Facts.name`; empty: the tenant's). salts: times to live, by salt."""
+        """quotas: by tenant and salt (as in `ShardFacts.name`; empty: the tenant's). salts: times to live, by salt."""
         return cls(
             {owner_prefix(tenant, salt): quota for (tenant, salt), quota in quotas.items()},
             {salt.hex(): limit_s for salt, limit_s in salts.items()},
@@ -64,5 +64,5 @@ def tenant_of(owner: str) -> str:
 
 
 def owner_prefix(tenant: str, salt: bytes) -> str:
-    """The owner with a quota: a salt (as in `Facts.name`) of a tenant, as in `owner_of`; or a tenant, without one."""
+    """The owner with a quota: a tenant, or one of its cache salts. salt: as in `ShardFacts.name`; empty: the tenant."""
     return f"{salt.hex()}/{tenant_prefix(tenant)}" if salt else tenant_prefix(tenant)

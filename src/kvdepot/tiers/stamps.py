@@ -5,10 +5,10 @@ an object with the writer's name. The headers of what it saves have the stamp, a
 has that stamp. To forget the writer, its stamps are removed: what was saved with them is refused when it is read, by
 every server and after every restart, and removed then.
 
-A list of those that were forgotten would do the reverse: a store that drops the list would serve what was forgotten,
-whereas one that drops a stamp, by eviction or age, loses the hits of one period. Nor does a clock say what was saved
-before. A server looks at a stamp again after `FRESH_S`, so it may use what another server has had a shared tier forget
-for as long, and what the other one saves for that writer in the same period is refused.
+A list of forgotten writers would be worse: a store that drops the list would serve what was forgotten, whereas a store
+that drops a stamp, by eviction or age, loses the hits of one period. Nor do clocks of hosts say what was saved first. A
+server looks at a stamp again after `FRESH_S`. For as long, it may use what another server has had a shared tier
+forget, and what the other server saves for that writer in the same period is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from blake3 import blake3
@@ -28,7 +28,7 @@ from kvdepot.protocol.model_names import key_of_model
 from kvdepot.protocol.wire import MAX_CLIENT_NAME
 from kvdepot.tiers import Blob, Tier
 from kvdepot.tiers.codec import Codec
-from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, NO_STAMP, STAMP_BYTES, Facts, Header
+from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, NO_STAMP, STAMP_BYTES, Header, ShardFacts
 
 PERIOD_S = 600.0
 FRESH_S = 60.0
@@ -40,14 +40,9 @@ _MOST = 4096
 """Stamps that are remembered, of each kind."""
 
 
-class _Known(NamedTuple):
-    """Something that was true at `wall` (seconds since 1970). value: a stamp or a writer."""
-
-    value: bytes | str
-    wall: float
-
-    def holds(self, wall: float, for_s: float) -> bool:
-        return 0 <= wall - self.wall < for_s
+_T = TypeVar("_T")
+_Known: TypeAlias = "OrderedDict[str, tuple[_T, float]]"
+"""Facts by name, each with the time at which it was true (seconds since 1970)."""
 
 
 class Stamps:
@@ -56,45 +51,42 @@ class Stamps:
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._lock = threading.Lock()
-        self._drawn: OrderedDict[str, _Known] = OrderedDict()  # the writer's latest stamp, by space
-        self._seen: OrderedDict[str, _Known] = OrderedDict()  # writers of stamps that the tier has, by name
+        self._drawn: _Known[bytes] = OrderedDict()  # the writer's latest stamp, by space
+        self._seen: _Known[str] = OrderedDict()  # writers of stamps that the tier has, by name
         self._removing: dict[str, None] = {}  # spaces, until that has succeeded
         self._removals = 0  # that have begun or ended
 
-    def for_save(self, tier: Tier, facts: Facts, writer: str, wall: float) -> bytes | None:
-        """The stamp for what a writer saves at `wall`, which the tier has; None if it refuses it. facts: of what is
-        saved."""
+    def for_save(self, tier: Tier, facts: ShardFacts, writer: str, wall: float) -> bytes | None:
+        """The stamp, which the tier has, for a shard with these facts that a writer saves at `wall`; None if the tier
+        refuses the stamp."""
         if not writer:
             return NO_STAMP
         digest = _digest(writer)
         own = _facts_of(facts.tenant, facts.model, digest)
-        with self._lock:
-            known, removals = self._drawn.get(own.space), self._removals
-        if known is not None and known.holds(wall, PERIOD_S):
-            assert isinstance(known.value, bytes)
-            return known.value
+        removals = self._removals
+        if (known := self._recall(self._drawn, own.space, wall, PERIOD_S)) is not None:
+            return known
         stamp = digest + os.urandom(STAMP_BYTES - _DIGEST_BYTES)
         if not self._write(tier, own, stamp, writer, int(wall)):
             return None
-        self._keep(self._drawn, own.space, _Known(stamp, wall), removals)
+        self._keep(self._drawn, own.space, (stamp, wall), removals)
         return stamp
 
-    def writer_of(self, tier: Tier, facts: Facts, stamp: bytes, wall: float) -> str | None:
-        """The writer of an object that was read at `wall`; empty: it names none. None: it was forgotten."""
+    def writer_of(self, tier: Tier, facts: ShardFacts, stamp: bytes, wall: float) -> str | None:
+        """The writer of an object that was read at `wall`: empty if the object names none, None if the writer was
+        forgotten."""
         if stamp == NO_STAMP:
             return ""
         own = _facts_of(facts.tenant, facts.model, stamp[:_DIGEST_BYTES])
         if own.space in self._removing:
             self.remove(tier, [own.space])
         name = own.name(NO_SALT, stamp)
-        with self._lock:
-            known, removals = self._seen.get(name), self._removals
-        if known is not None and known.holds(wall, FRESH_S):
-            assert isinstance(known.value, str)
-            return known.value
+        removals = self._removals
+        if (known := self._recall(self._seen, name, wall, FRESH_S)) is not None:
+            return known
         writer = self._read(tier, own, stamp)
         if writer is not None:
-            self._keep(self._seen, name, _Known(writer, wall), removals)
+            self._keep(self._seen, name, (writer, wall), removals)
         return writer
 
     def remove(self, tier: Tier, spaces: Sequence[str]) -> None:
@@ -115,7 +107,13 @@ class Stamps:
             for space in spaces:
                 self._removing.pop(space, None)
 
-    def _keep(self, known: OrderedDict[str, _Known], name: str, value: _Known, removals: int) -> None:
+    def _recall(self, known: _Known[_T], name: str, wall: float, for_s: float) -> _T | None:
+        """The fact of this name that was true less than `for_s` before `wall`."""
+        with self._lock:
+            found = known.get(name)
+            return found[0] if found and 0 <= wall - found[1] < for_s else None
+
+    def _keep(self, known: _Known[_T], name: str, value: tuple[_T, float], removals: int) -> None:
         """Remember something, unless a removal has begun or ended since it was looked at."""
         with self._lock:
             if self._removals == removals:
@@ -124,12 +122,12 @@ class Stamps:
                 if len(known) > _MOST:
                     known.popitem(last=False)
 
-    def _read(self, tier: Tier, own: Facts, stamp: bytes) -> str | None:
+    def _read(self, tier: Tier, own: ShardFacts, stamp: bytes) -> str | None:
         """The writer, if the tier has its stamp."""
         head, kv, rest = bytearray(HEADER_BYTES), bytearray(_KV_BYTES), bytearray(self._codec.slack)
         blob = Blob(own.name(NO_SALT, stamp), [memoryview(head), memoryview(kv), memoryview(rest)])
         (size,) = tier.read([blob])
-        header = Header.unpack(memoryview(head)) if HEADER_BYTES <= size <= blob.size else None
+        header = Header.unpack(memoryview(head)) if HEADER_BYTES <= (size or 0) <= blob.size else None
         if header is None or not header.names(own, NO_SALT, stamp, _KV_BYTES) or self._codec.why_not(header):
             return None
         if header.coding and not self._codec.decode(header, blob.buffers[1:], [memoryview(kv)]):
@@ -137,7 +135,7 @@ class Stamps:
         writer = bytes(kv).rstrip(b"\0").decode(errors="replace")
         return writer if _sum(kv) == header.checksum and _digest(writer) == own.layout else None
 
-    def _write(self, tier: Tier, own: Facts, stamp: bytes, writer: str, born: int) -> bool:
+    def _write(self, tier: Tier, own: ShardFacts, stamp: bytes, writer: str, born: int) -> bool:
         kv = bytearray(writer.encode().ljust(_KV_BYTES, b"\0"))
         header = Header(own.digest, stamp, NO_SALT, _KV_BYTES, _KV_BYTES, _sum(kv), born)
         answers = tier.write([Blob(own.name(NO_SALT, stamp), self._codec.encode(header, own, [memoryview(kv)]))])
@@ -151,9 +149,9 @@ def space_of(tenant: str, model: str, writer: str) -> str:
     return _facts_of(tenant, key_of_model(model), _digest(writer)).space
 
 
-def _facts_of(tenant: str, model: str, digest: bytes) -> Facts:
+def _facts_of(tenant: str, model: str, digest: bytes) -> ShardFacts:
     """The facts of a writer's stamps, which go when all of the model is forgotten."""
-    return Facts(tenant, model, 0, 0, 0, 0, digest)
+    return ShardFacts(tenant, model, 0, 0, 0, 0, digest)
 
 
 def _digest(writer: str) -> bytes:

@@ -77,7 +77,7 @@ def has_place(url: str) -> bool:
 
 def redact(text: str, secrets: Collection[str] = ()) -> str:
     """Text of a library or a server without these secrets, in any quoting, and without those of URLs in it."""
-    plains = {plain for secret in secrets for plain in (secret, unquote(secret))}
+    plains = {*secrets, *map(unquote, secrets)}
     forms = {form for p in plains for form in (p, quote(p), quote(p, safe=""), repr(p)[1:-1])}
     for form in sorted(forms, key=len, reverse=True):
         pattern = re.escape(form) if len(form) >= _LONG else rf"(?<!\w){re.escape(form)}(?!\w)"

@@ -6,7 +6,6 @@ object's bytes are used only if its header and checksum match.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
@@ -29,9 +28,9 @@ from kvdepot.logs import Sparing
 from kvdepot.memory.allocator import Extents
 from kvdepot.memory.extents import Memory, checksum, views
 from kvdepot.protocol.quotas import shortest
-from kvdepot.tiers import Blob, Enforcing, Tier, TierConfig, Usage
+from kvdepot.tiers import Blob, Enforcing, Tier, TierConfig, TierUsage
 from kvdepot.tiers.codec import SLACK, Codec, make_codec
-from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, NO_STAMP, Facts, Header
+from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, NO_STAMP, Header, ShardFacts
 from kvdepot.tiers.rules import Rules
 from kvdepot.tiers.stamps import Stamps
 
@@ -54,7 +53,7 @@ class Part:
     seconds since 1970, and who has stored it (empty: not known).
     """
 
-    facts: Facts
+    facts: ShardFacts
     salt: bytes
     key: bytes
     extents: Extents
@@ -77,10 +76,8 @@ LOOKUPS, READS, WRITES, REMOVALS = "lookups", "reads", "writes", "removals"
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """A call of a tier. It comes back with the outcome; core/tiering/ has subclasses that say what it is for.
-
-    tier: the tier's number. kind: of the call; empty for a probe.
-    """
+    """A call of a tier; core/tiering/ has subclasses that say what it is for. tier: the tier's number. kind: of the
+    call; empty for a probe."""
 
     tier: int
     kind: ClassVar[str] = REMOVALS
@@ -92,7 +89,7 @@ class Find(_Task):
 
     kind = LOOKUPS
 
-    objects: list[tuple[Facts, bytes]]
+    objects: list[tuple[ShardFacts, bytes]]
     salt: bytes
 
     def is_wanted(self) -> bool:
@@ -116,7 +113,7 @@ class Load(_Task):
 
 @dataclass(slots=True, eq=False)
 class Save(_Task):
-    """Write shards. Outcome: Saved."""
+    """Write shards. Outcome: Written."""
 
     kind = WRITES
 
@@ -131,9 +128,11 @@ class Erase(_Task):
 
 
 @dataclass(slots=True, eq=False)
-class Forget(_Task):
-    """Remove all objects of a salt and of these namespaces (prefixes of their names), or if there are stamps (spaces of
-    their names), only what their writers have saved, which counts as none. Outcome: Forgotten."""
+class ForgetSpaces(_Task):
+    """Remove the objects of a salt and of namespaces (prefixes of the second part of names). Outcome: Forgotten.
+
+    stamps: if there are any, only what writers have saved, by the spaces of the writers' stamps; counted as none.
+    """
 
     salt: str
     namespaces: list[str]
@@ -142,7 +141,7 @@ class Forget(_Task):
 
 @dataclass(slots=True, eq=False)
 class Probe(_Task):
-    """Check whether the tier responds. Outcome: its Usage."""
+    """Check whether the tier responds. Outcome: its TierUsage."""
 
     kind = ""
 
@@ -154,7 +153,7 @@ class Enforce(_Task):
     rules: Rules
 
 
-TierTask: TypeAlias = Find | Load | Save | Erase | Forget | Probe | Enforce
+TierTask: TypeAlias = Find | Load | Save | Erase | ForgetSpaces | Probe | Enforce
 
 
 # -- outcomes
@@ -166,57 +165,52 @@ class NotLoaded(Enum):
     FORGOTTEN = "what its writer had stored was forgotten"
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(msgspec.Struct, frozen=True):
     """Whether each object of the Find exists."""
 
     there: list[bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Unwanted:
+class Unwanted(msgspec.Struct, frozen=True):
     """The tier was not queried, because no lookup waited for the answer any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True):
     """The header of each part of the Load if the shard is in the arena, intact; otherwise why it is not.
 
-    took_s: of the call, with decoding and checksums; 0: not measured.
+    took_s: seconds of the call, with decoding and checksums; 0: not measured.
     """
 
     shards: list[Header | NotLoaded]
     took_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Written(msgspec.Struct, frozen=True):
     """Whether the tier has each part of the Save now. took_s: see `Loaded`."""
 
     kept: list[bool]
     took_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Erased:
+class Erased(msgspec.Struct, frozen=True):
     """The objects are gone for every read that starts from now on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Forgotten:
+class Forgotten(msgspec.Struct, frozen=True):
     """The number of objects that were removed."""
 
     objects: int
 
 
-@dataclass(frozen=True, slots=True)
-class Enforced:
+class Enforced(msgspec.Struct, frozen=True):
     """The rules hold for all writes. is_behind: there may be more to remove."""
 
     is_behind: bool
 
 
-TierOutcome: TypeAlias = Located | Unwanted | Loaded | Saved | Erased | Forgotten | Usage | Enforced | KVDepotError
+TierOutcome: TypeAlias = (
+    Located | Unwanted | Loaded | Written | Erased | Forgotten | TierUsage | Enforced | KVDepotError
+)
 """A KVDepotError: the task failed, and the state of its objects is unknown."""
 
 
@@ -320,8 +314,8 @@ class TierWorker:
             except BaseException as exc:  # noqa: BLE001 - the top of a thread: it answers, whatever is raised
                 kind = next(each for each in type(tier_task).__mro__ if each.__module__ == __name__)
                 outcome = self._failure(kind.__name__, exc)
-            if isinstance(outcome, Loaded | Saved):
-                outcome = dataclasses.replace(outcome, took_s=time.monotonic() - began)
+            if isinstance(outcome, Loaded | Written):
+                outcome = msgspec.structs.replace(outcome, took_s=time.monotonic() - began)
             self._report(tier_task, outcome)
 
     def _failure(self, what: str, exc: BaseException) -> KVDepotError:
@@ -342,8 +336,8 @@ class TierWorker:
 def start_workers(
     tiers: Sequence[TierConfig], rules: Rules, arena: Memory, report: Callable[[TierTask, TierOutcome], None]
 ) -> list[TierWorker]:
-    """Start one worker per tier; one that is unavailable now may open later. rules: of all tiers, at the start. Raises
-    ConfigError."""
+    """Start one worker per tier; a tier that is unavailable now may open later. rules: what local tiers follow from the
+    start. Raises ConfigError."""
     workers: list[TierWorker] = []
     try:
         for tier in tiers:
@@ -365,8 +359,8 @@ def _complete(asked: Sequence[object], answers: list[_T]) -> list[_T]:
 
 @dataclass(frozen=True, slots=True)
 class Mover:
-    """Does tier tasks on one thread. heads: scratch memory, uint8[MOST_PARTS, HEADER_BYTES + SLACK]. stamps: of the
-    tier. ttl_s: seconds after which shards count as absent; 0: never."""
+    """Does tier tasks on one thread. heads: scratch memory, uint8[MOST_PARTS, HEADER_BYTES + SLACK]. stamps: the stamps
+    of `tier`. ttl_s: seconds after which shards count as absent; 0: never."""
 
     tier: Tier
     arena: Memory
@@ -386,14 +380,14 @@ class Mover:
             case Load():
                 return Loaded(self._load(tier_task.parts, wall))
             case Save():
-                return Saved(self._save(tier_task.parts, wall))
+                return Written(self._save(tier_task.parts, wall))
             case Erase():
                 tier.remove(tier_task.names)
                 return Erased()
-            case Forget() if tier_task.stamps:
+            case ForgetSpaces() if tier_task.stamps:
                 self.stamps.remove(tier, tier_task.stamps)
                 return Forgotten(0)
-            case Forget():
+            case ForgetSpaces():
                 return Forgotten(sum(tier.forget(tier_task.salt, namespace) for namespace in tier_task.namespaces))
             case Probe():
                 return tier.usage()
@@ -423,13 +417,12 @@ class Mover:
         writer = self.stamps.writer_of(self.tier, part.facts, header.stamp, wall)
         return NotLoaded.FORGOTTEN if writer is None else msgspec.structs.replace(header, writer=writer)
 
-    def _accept(self, part: Part, blob: Blob, size: int, wall: float) -> Header | NotLoaded:
-        if size < 0:
+    def _accept(self, part: Part, blob: Blob, size: int | None, wall: float) -> Header | NotLoaded:
+        if size is None:
             return NotLoaded.ABSENT
         header = Header.unpack(blob.buffers[0]) if HEADER_BYTES <= size <= blob.size else None
-        if header is None or not header.names(part.facts, part.salt or NO_SALT, part.key, part.size):
-            return NotLoaded.CORRUPT
-        if header.stored != size - HEADER_BYTES:
+        is_this = header is not None and header.names(part.facts, part.salt or NO_SALT, part.key, part.size)
+        if header is None or not is_this or header.stored != size - HEADER_BYTES:
             return NotLoaded.CORRUPT
         if self.ttl_s and not -SKEW_S <= wall - header.born <= self.ttl_s:  # from the future: nobody knows its age
             return NotLoaded.ABSENT

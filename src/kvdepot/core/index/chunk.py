@@ -26,7 +26,7 @@ from kvdepot.eviction.shares import FairShare, ShareBounds
 from kvdepot.memory.allocator import Extents
 from kvdepot.protocol.keys import tenant_salt
 from kvdepot.protocol.quotas import Quota, name_of
-from kvdepot.tiers.format import Facts
+from kvdepot.tiers.format import ShardFacts
 
 
 class State(IntEnum):
@@ -328,7 +328,7 @@ class Namespace:
     is_simple: bool = True  # the model has one group, and resuming needs all of it: its chunks form chains
     layouts: dict[int, bytes] = field(default_factory=dict)  # rank -> layout fingerprint, as ranks register
     sizes: dict[int, int] = field(default_factory=dict)  # rank -> bytes of a shard
-    facts: dict[int, Facts] = field(default_factory=dict)  # rank -> its identity in tiers, once they are asked
+    facts: dict[int, ShardFacts] = field(default_factory=dict)  # rank -> its identity in tiers, once they are asked
     chunks: dict[bytes, Chunk] = field(default_factory=dict)
     live: int = 0  # registered instances that use it
     lookup_chunks: int = 0  # asked for

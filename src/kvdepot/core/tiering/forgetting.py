@@ -19,7 +19,7 @@ from kvdepot.errors import KVDepotError
 from kvdepot.protocol.model_names import key_of_model
 from kvdepot.tiers.format import model_prefix, tenant_prefix
 from kvdepot.tiers.stamps import space_of
-from kvdepot.tiers.worker import Erase, Erased, Forget, Forgotten, Save
+from kvdepot.tiers.worker import Erase, Erased, ForgetSpaces, Forgotten, Save
 
 MOST_FORGETTINGS = 16
 """Most forgettings in progress."""
@@ -95,7 +95,7 @@ class Forgetting:
 
 
 @dataclass(slots=True, eq=False)
-class TierForget(Forget):
+class TierForget(ForgetSpaces):
     forgetting: Forgetting
 
 
@@ -111,7 +111,7 @@ class Forgettings:
         """Whether chunks of this namespace and salt are being forgotten."""
         return any(forgetting.covers(namespace, salt) for forgetting in self._under_way)
 
-    def begin(self, forgetting: Forgetting) -> list[Forget]:
+    def begin(self, forgetting: Forgetting) -> list[ForgetSpaces]:
         """Begin a forgetting in each tier, at once or after the tier's saves in progress."""
         forgetting.owing = {tier.number for tier in self._tiers}
         forgetting.objects = {tier.name: 0 for tier in self._tiers}
@@ -119,7 +119,7 @@ class Forgettings:
         self._under_way[forgetting] = None
         return [forgetting.tier_task(tier) for tier in self._tiers if not tier.saving]
 
-    def save_ended(self, save: Save) -> list[Forget]:
+    def save_ended(self, save: Save) -> list[ForgetSpaces]:
         """Begin the forgettings in this tier that were waiting for this save alone."""
         waiting = [forgetting for forgetting in self._under_way if save in forgetting.saves[save.tier]]
         for forgetting in waiting:

@@ -15,7 +15,7 @@ from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
 from kvdepot.core.tiering.tier import TASK_BYTES, Demotion, Queued, TierState, part_of
 from kvdepot.errors import KVDepotError
-from kvdepot.tiers.worker import MOST_PARTS, Part, Save, Saved
+from kvdepot.tiers.worker import MOST_PARTS, Part, Save, Written
 
 
 @dataclass(slots=True, eq=False)
@@ -94,16 +94,16 @@ class Saves:
             taken += shard.size
         return batch, parts
 
-    def saved(self, save: QueuedSave, outcome: Saved | KVDepotError) -> None:
+    def saved(self, save: QueuedSave, outcome: Written | KVDepotError) -> None:
         tier = self._tiers[save.tier]
         tier.saving.discard(save)
-        outcomes = outcome.kept if isinstance(outcome, Saved) else [False] * len(save.batch)
-        if isinstance(outcome, Saved):
+        outcomes = outcome.kept if isinstance(outcome, Written) else [False] * len(save.batch)
+        if isinstance(outcome, Written):
             size = sum(
                 chunk.shards[rank].size for (chunk, rank, _), kept in zip(save.batch, outcomes, strict=True) if kept
             )
             tier.save_times.record(size, outcome.took_s)
-        unsaved = "refused_chunks" if isinstance(outcome, Saved) else "unavailable_chunks"
+        unsaved = "refused_chunks" if isinstance(outcome, Written) else "unavailable_chunks"
         for (chunk, rank, demotion), kept in zip(save.batch, outcomes, strict=True):
             if kept:
                 chunk.shards[rank].tiers |= tier.bit

@@ -20,9 +20,9 @@ from kvdepot.protocol.metrics import BOUNDS_S
 from kvdepot.protocol.model_names import key_of_model
 from kvdepot.protocol.quotas import shortest
 from kvdepot.protocol.status import TierStatus
-from kvdepot.tiers import TierConfig, Usage
+from kvdepot.tiers import TierConfig, TierUsage
 from kvdepot.tiers.breaker import Breaker
-from kvdepot.tiers.format import Facts
+from kvdepot.tiers.format import ShardFacts
 from kvdepot.tiers.rules import NO_RULES, Rules
 from kvdepot.tiers.worker import LOOKUPS, READS, REMOVALS, WRITES, Enforce, Enforced, Part, Probe, Save
 
@@ -35,7 +35,7 @@ _MOST_ERROR = 300
 _PROBE_EVERY_S = 10.0
 _PROBE_S = 5.0
 """A tier that has not answered a probe by then counts as failed."""
-_NO_USAGE = Usage()
+_NO_USAGE = TierUsage()
 _QUIET_S = 60.0
 """Least seconds between two lines in the log that say whether a tier is worth loading from."""
 _ENFORCE_EVERY_S = 10.0
@@ -100,7 +100,7 @@ class TierState:
     queued_bytes: int = 0
     saving: set[Save] = field(default_factory=set)  # Saves in progress
     save_times: CallTimes = field(default_factory=lambda: CallTimes("save"))
-    usage: Usage = _NO_USAGE  # as of the last probe
+    usage: TierUsage = _NO_USAGE  # as of the last probe
     error: str = ""  # the last one
     failed_at: float = 0.0
     probing: float | None = None  # since when
@@ -185,9 +185,9 @@ class TierState:
         self.probing = now
         return True
 
-    def probed(self, outcome: Usage | KVDepotError) -> None:
+    def probed(self, outcome: TierUsage | KVDepotError) -> None:
         self.probing = None
-        if isinstance(outcome, Usage):
+        if isinstance(outcome, TierUsage):
             self.usage = outcome
             if outcome.objects is None and self.config.is_local:
                 self.probe_after = 0.0  # it still counts them
@@ -259,11 +259,11 @@ class TierState:
         )
 
 
-def facts_of(namespace: Namespace, rank: int) -> Facts:
+def facts_of(namespace: Namespace, rank: int) -> ShardFacts:
     """The facts that name a namespace's shards of one rank in tiers; created once."""
     known = namespace.facts.get(rank)
     if known is None:
-        known = namespace.facts[rank] = Facts(
+        known = namespace.facts[rank] = ShardFacts(
             namespace.tenant,
             key_of_model(namespace.model),
             namespace.world_size,

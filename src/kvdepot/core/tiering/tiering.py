@@ -21,23 +21,23 @@ from kvdepot.core.tiering.tier import TierState
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import TierStatus
-from kvdepot.tiers import TierConfig, Usage
+from kvdepot.tiers import TierConfig, TierUsage
 from kvdepot.tiers.rules import NO_RULES, Rules, owner_prefix
 from kvdepot.tiers.worker import (
     Enforce,
     Enforced,
     Erase,
     Erased,
-    Forget,
+    ForgetSpaces,
     Forgotten,
     Loaded,
     Located,
     Probe,
     Save,
-    Saved,
     TierOutcome,
     TierTask,
     Unwanted,
+    Written,
 )
 
 Decision: TypeAlias = LoadDecision | Forgetting
@@ -142,7 +142,7 @@ class Tiering:
 
     # -- forgetting
 
-    def forget(self, forgetting: Forgetting, now: float) -> list[Forget]:
+    def forget(self, forgetting: Forgetting, now: float) -> list[ForgetSpaces]:
         """Begin to forget in the tiers; returned once as a decision when tiers and memory are done, or at its deadline.
 
         Loads in progress are dropped when they arrive; a tier begins once its saves in progress have ended. The caller
@@ -170,12 +170,12 @@ class Tiering:
                 return [*self.loads.located(task, outcome, now)]
             case ArrivalLoad(), Loaded() | KVDepotError():
                 return [*self.loads.arrived(task, outcome, now)]
-            case QueuedSave(), Saved() | KVDepotError():
+            case QueuedSave(), Written() | KVDepotError():
                 self.saves.saved(task, outcome)
                 return [*self.forgettings.save_ended(task), *self.saves.dispatch(tier)]
             case TierForget(), Forgotten() | KVDepotError():
                 return [task.forgetting] if self.forgettings.tier_ended(task, outcome) else []
-            case Probe(), Usage() | KVDepotError():
+            case Probe(), TierUsage() | KVDepotError():
                 tier.probed(outcome)
                 return []
             case Enforce(), Enforced() | KVDepotError():

@@ -48,9 +48,8 @@ from msgspec import Meta
 
 from kvdepot.errors import ConfigError, TierError
 from kvdepot.eviction import POLICIES
-from kvdepot.tiers import ABSENT, NAME, Blob, Tally, Usage, convert
+from kvdepot.tiers import NAME, Blob, Tally, TierUsage, convert
 from kvdepot.tiers.disk.directory import (
-    LEFT,
     LOCK,
     TMP,
     TRASH,
@@ -167,7 +166,7 @@ class Disk:
         self._directory.release()
 
     def attach(self, memory: Sequence[memoryview]) -> None:
-        """Nothing to prepare."""
+        """Do nothing: the kernel reads from and writes to any memory."""
 
     def close(self) -> None:
         """Waits for calls in progress; while one hangs, the directory stays locked."""
@@ -192,10 +191,10 @@ class Disk:
     def _count(self) -> None:
         """Remove what an earlier server left half done, count objects, and evict down to the capacity and the caps."""
         root = self._root
-        for left in LEFT:
+        for left in (TMP, TRASH):
             with contextlib.suppress(FileNotFoundError):
                 self._tally("swept", len(os.listdir(f"{root}/{left}")))
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # a link that leads nowhere
                 remove(f"{root}/{left}")
         for found in objects_in(root):
             for name, info in found:
@@ -211,7 +210,7 @@ class Disk:
         self._counted.wait()
         self._directory.check()
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         """Without objects and bytes while the directory is being counted. Reopens a directory that was gone."""
         with self._opening:
             if self._directory.ended is not None and not self._closed:
@@ -220,7 +219,7 @@ class Disk:
             self._directory.check_here()
             self._retry_discarded()
             ledger, counted = self._ledger, self._counted.is_set()
-            return Usage(
+            return TierUsage(
                 len(ledger) if counted else None,
                 ledger.used_bytes if counted else None,
                 ledger.capacity_bytes,
@@ -245,14 +244,14 @@ class Disk:
 
     # -- reading
 
-    def read(self, blobs: Sequence[Blob]) -> list[int]:
+    def read(self, blobs: Sequence[Blob]) -> list[int | None]:
         with self._directory.call():
             return [self._read(blob) for blob in blobs]
 
-    def _read(self, blob: Blob) -> int:
+    def _read(self, blob: Blob) -> int | None:
         entry = self._ledger.hold(blob.name)
         if entry is None:
-            return ABSENT
+            return None
         try:
             return self._read_file(blob, entry)
         except FileNotFoundError as exc:
@@ -261,12 +260,12 @@ class Disk:
             if is_lost:  # by nothing that we did
                 self._tally("vanished")
                 self._directory.failed("read", exc)
-            return ABSENT
+            return None
         except OSError as exc:
             self._directory.failed("read", exc)
             if exc.errno == errno.EIO:  # otherwise it would be found, and fail, forever
                 self._remove(entry.name)
-            return ABSENT
+            return None
         finally:
             self._ledger.release(entry)
 
@@ -407,11 +406,10 @@ class Disk:
     def _remove(self, name: str) -> bool:
         with self._naming(name):
             entry = self._ledger.take(name)
-            if entry is not None:
-                if not self._unlink(entry):
-                    return False
+            is_gone = entry is None or self._unlink(entry)
+            if entry is not None and is_gone:
                 self._ledger.settle(entry)
-        return True
+        return is_gone
 
     def forget(self, salt: str, space: str) -> int:
         """As Tier.forget. A space goes in one step: if this process is killed, the next start removes the rest."""
@@ -449,9 +447,8 @@ class Disk:
         not, the entry is an object again."""
         path = path_of(self._root, entry.name)
         try:
-            os.unlink(path)
-        except FileNotFoundError:
-            pass
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
         except OSError as exc:
             self._ledger.keep(entry)
             self._directory.failed("remove", exc)
@@ -470,9 +467,8 @@ class Disk:
             if entries is None:
                 continue  # another thread removes it
             try:
-                remove(path)
-            except FileNotFoundError:
-                pass
+                with contextlib.suppress(FileNotFoundError):
+                    remove(path)
             except OSError as exc:
                 self._litter[path] = entries
                 self._directory.failed("remove", exc)

@@ -3,7 +3,6 @@
     kvdepot.lock        the holder of its lock owns the directory
     tmp/                files being written: renamed when they are complete, removed by the next server's start
     trash/              forgotten namespaces, until they are removed
-    quarantine/         of version 0.1: removed at the start
     5a/5a..9/0c..1/e7/e7..3.0
                         objects: salt, space, key and rank, fanned out by the first two characters of salt and key
 
@@ -37,8 +36,6 @@ sparing_log = Sparing(log)
 _T = TypeVar("_T")
 
 LOCK, TMP, TRASH = "kvdepot.lock", "tmp", "trash"
-LEFT = (TMP, TRASH, "quarantine")
-"""Directories whose contents the next server's start removes."""
 _LEVELS = [re.compile(f"[0-9a-f]{{{length}}}") for length in (2, 32, 32)] + [re.compile(r"[0-9a-f][0-9a-f.]")]
 """Names of the directories above an object, from the root."""
 _OTHERS = 0o077
@@ -265,7 +262,7 @@ def _make_private(place: Path) -> None:
     for part in reversed([part for part in place.parents if not part.exists()]):
         part.mkdir(mode=0o755)  # and what the umask allows of it
     place.mkdir(mode=0o700, exist_ok=True)
-    own = {LOCK, *LEFT, "lost+found"}
+    own = {LOCK, TMP, TRASH, "lost+found"}
     if others := [name for name in os.listdir(place) if name not in own and not _LEVELS[0].fullmatch(name)]:
         raise ConfigError(f"{place} holds {others[0]!r}: the disk tier needs a directory of its own")
     real = Path(os.path.realpath(place))

@@ -161,8 +161,7 @@ class Ledger:
 
     def can_ever_hold(self, size: int, owner: str) -> bool:
         """Whether there is room for `size` bytes of an owner if all objects are evicted."""
-        with self._lock:
-            return size <= self._share_of(owner).cap
+        return size <= self._share_of(owner).cap
 
     # -- objects
 
@@ -171,7 +170,8 @@ class Ledger:
         self._share_of(entry.owner).mark_leaving(-entry.charge)
         self._ages.record(entry)
 
-    def _pop(self, entry: Entry | None) -> Entry | None:
+    def _pop(self, victim: Victim | None) -> Entry | None:
+        entry = cast("Entry | None", victim)
         if entry is not None:
             assert self._entries.pop(entry.name) is entry
             self._share_of(entry.owner).mark_leaving(entry.charge)
@@ -228,24 +228,23 @@ class Ledger:
             return True
 
     def victim(self, owner: str | None, size: int) -> Entry | None:
-        """Take out the object to evict for `size` bytes of an owner (None: of none, so that all floors hold). None if
-        all are read."""
+        """Take out the object to evict for `size` bytes of an owner; owner None: for nobody, so all floors hold. None
+        if all objects are being read."""
         with self._lock:
             by = None if owner is None else self._share_of(owner)
-            victim = victim_for(by, size, [self._rest, *self._shares.values()], attrgetter("charge"))
-            return self._pop(cast("Entry | None", victim))
+            return self._pop(victim_for(by, size, [self._rest, *self._shares.values()], attrgetter("charge")))
 
     def excess(self) -> Entry | None:
         """Take out an object of an owner above its cap, or of any while the capacity is exceeded; None if none is."""
         with self._lock:
             for share in self._shares.values():
                 if share.is_over_cap_with(0) and (victim := share.victim()) is not None:
-                    return self._pop(cast(Entry, victim))
+                    return self._pop(victim)
             return self.victim(None, 0) if self.used_bytes > self.capacity_bytes else None
 
     def date(self, now: float, wall: float) -> None:
-        """Date objects that seem to be computed later than `wall`, as the clock was ahead. now: of a clock that nobody
-        sets."""
+        """Date objects that seem to be computed later than `wall`, because the clock was ahead. now: of a monotonic
+        clock."""
         with self._lock:
             is_first, back = self._clock.is_new, self._clock.set_back(now, wall)
             for entry in self._entries.values() if is_first or back else ():

@@ -20,7 +20,7 @@ another process first, after which it takes milliseconds; leaving (`close`) take
 threads of this process are blocked.
 
 Known weaknesses: objects disappear with their segment, and the master reports those of a dead host for ten seconds more
-(`-client_ttl`); reads answer ABSENT then. `remove` also removes objects that other hosts are reading: they may get a
+(`-client_ttl`); reads answer None then. `remove` also removes objects that other hosts are reading: they may get a
 mixture, which only the checksum in the object detects.
 """
 
@@ -34,7 +34,7 @@ from itertools import accumulate
 from urllib.parse import urlsplit
 
 from kvdepot.errors import ConfigError, TierError
-from kvdepot.tiers import ABSENT, Blob, Tally, Usage, convert
+from kvdepot.tiers import Blob, Tally, TierUsage, convert
 from kvdepot.tiers.mooncake.library import MooncakeStore, ReplicateConfig, library, size_of
 from kvdepot.tiers.mooncake.membership import Membership, MooncakeOptions, known
 from kvdepot.tiers.mooncake.objects import (
@@ -113,16 +113,16 @@ class MooncakeTier:
         with self._pool.calling() as store:
             return [code == 1 for code in known(store.batch_is_exist([PREFIX + name for name in names]))]
 
-    def read(self, blobs: Sequence[Blob]) -> list[int]:
+    def read(self, blobs: Sequence[Blob]) -> list[int | None]:
         """Asks for sizes first: the library fails, loudly, if memory is not of exactly the object's size. Objects on
         dead hosts are absent."""
-        sizes = [ABSENT] * len(blobs)
+        sizes: list[int | None] = [None] * len(blobs)
         if blobs:
             with self._pool.calling() as store, self._pool.reading():
                 self._get(store, self._fit(store, objects_of(blobs), sizes), sizes)
         return sizes
 
-    def _get(self, store: MooncakeStore, objects: list[PoolObject], sizes: list[int]) -> None:
+    def _get(self, store: MooncakeStore, objects: list[PoolObject], sizes: list[int | None]) -> None:
         """Read objects into memory of their size; what fails stays absent."""
         for batch in self._batches(objects):
             with self._staging.placed(batch) as placed:
@@ -138,7 +138,7 @@ class MooncakeTier:
                         self._tally("failed")
 
     @staticmethod
-    def _fit(store: MooncakeStore, objects: list[PoolObject], sizes: list[int]) -> list[PoolObject]:
+    def _fit(store: MooncakeStore, objects: list[PoolObject], sizes: list[int | None]) -> list[PoolObject]:
         """Objects for which there is memory enough, with memory of exactly their size. The others are answered."""
         fitting = []
         replicas = store.batch_get_replica_desc(list({entry.key for entry in objects}))
@@ -214,12 +214,12 @@ class MooncakeTier:
             raise TierError(f"Mooncake Store removed nothing (code {count})")
         return count
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         """Counters only: the master alone knows what the pool holds."""
         with self._pool.calling() as store:
             if (code := store.is_exist(PREFIX)) < 0:
                 raise TierError(f"Mooncake Store's master does not answer (code {code})")
-        return Usage(counters={**self._tally.counts(), "rejoined": self._pool.rejoined})
+        return TierUsage(counters={**self._tally.counts(), "rejoined": self._pool.rejoined})
 
     def close(self) -> None:
         """Takes this host's segment, with its objects, out of the pool."""

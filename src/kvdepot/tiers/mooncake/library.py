@@ -16,7 +16,7 @@ from kvdepot.errors import ConfigError
 _DEBIAN = {"libibverbs": "libibverbs1", "librdmacm": "librdmacm1", "libnuma": "libnuma1", "libcurl": "libcurl4"}
 
 Matrix = list[list[int]]
-"""A list a key: of the addresses, the sizes or the offsets of its pieces of memory."""
+"""A list for each key: the addresses, the sizes, or the offsets of its pieces of memory."""
 
 
 class ReplicateConfig(Protocol):

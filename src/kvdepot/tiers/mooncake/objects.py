@@ -56,8 +56,8 @@ class PoolObject:
 
 
 class Batch(NamedTuple):
-    """Objects for one call of the library, no two of the same key: it would fill one and answer for both (0.3.13).
-    stages: whether their bytes move through the staging memory."""
+    """Objects for one call of the library, no two with the same key: the library (0.3.13) would fill one and answer for
+    both. stages: whether the bytes move through the staging memory."""
 
     objects: list[PoolObject]
     stages: bool

@@ -30,34 +30,19 @@ from urllib.parse import urlsplit
 import msgspec
 import redis
 from msgspec import Meta
-from redis.exceptions import (
-    AskError,
-    ClusterDownError,
-    OutOfMemoryError,
-    RedisClusterException,
-    RedisError,
-    ResponseError,
-    TryAgainError,
-)
+from redis import exceptions
+from redis.exceptions import RedisError, ResponseError
 
 from kvdepot.errors import ConfigError, TierError
-from kvdepot.tiers import ABSENT, Blob, Tally, Usage, convert
+from kvdepot.tiers import Blob, Tally, TierUsage, convert
 from kvdepot.tiers.codec import fill
-from kvdepot.tiers.redis.exchange import (
-    Reply,
-    Request,
-    checked,
-    exchange,
-    expect,
-    get_request,
-    request,
-    says,
-    set_request,
-)
+from kvdepot.tiers.redis import exchange
+from kvdepot.tiers.redis.exchange import Reply, Request, checked, expect, request, says
 from kvdepot.tiers.redis.servers import ClientArguments, Cluster, Single
 from kvdepot.tiers.urls import credentials_of, redact, secrets_of, shown
 
 LARGEST_BYTES = 512 << 20
+_ELSEWHERE, _DOWN = (exceptions.AskError, exceptions.TryAgainError), exceptions.ClusterDownError
 SCAN_KEYS = 2000
 _PROBES = [f"probe-{number}" for number in range(64)]
 """Names whose keys lie in many slots, so that a cluster's node has only some of them."""
@@ -86,10 +71,10 @@ def open(url: str, options: dict[str, str], threads: int) -> RedisTier:
     nodes = [_node(text, name) for text in hosts.split(",")]
     if not cluster and len(nodes) > 1:
         raise ConfigError(f"tier {name}: several hosts need redis+cluster://")
-    if database and (cluster or not database.isdecimal()):
-        raise ConfigError(
-            f"tier {name}: " + ("a cluster has no databases" if cluster else f"{database!r} is not a database number")
-        )
+    if database and cluster:
+        raise ConfigError(f"tier {name}: a cluster has no databases")
+    if database and not database.isdecimal():
+        raise ConfigError(f"tier {name}: {database!r} is not a database number")
     settings: ClientArguments = {
         "username": user or None,
         "password": password or None,
@@ -144,7 +129,7 @@ class RedisTier:
         self._tally = Tally("refused")
 
     def attach(self, memory: Sequence[memoryview]) -> None:
-        """Nothing: sockets read from and write to any memory."""
+        """Do nothing: sockets read from and write to any memory."""
 
     def find(self, names: Sequence[str]) -> list[bool]:
         """One round trip; does not count as a use for Redis' eviction."""
@@ -154,10 +139,10 @@ class RedisTier:
                 there[index] = expect(count, int) == 1
         return there
 
-    def read(self, blobs: Sequence[Blob]) -> list[int]:
+    def read(self, blobs: Sequence[Blob]) -> list[int | None]:
         """Replies are copied as they arrive; meanwhile the server sends the next."""
-        sizes = [ABSENT] * len(blobs)
-        with self._answers([get_request(self._key(blob.name), blob.size) for blob in blobs]) as answers:
+        sizes: list[int | None] = [None] * len(blobs)
+        with self._answers([exchange.get_request(self._key(blob.name), blob.size) for blob in blobs]) as answers:
             for index, (watched, length, *parts, _, unchanged) in answers:
                 expect(watched, bytes)
                 expect(unchanged, list)
@@ -174,9 +159,10 @@ class RedisTier:
         kept = [False] * len(blobs)
         fitting = [index for index, blob in enumerate(blobs) if blob.size <= LARGEST_BYTES]
         chosen, expire_s = [blobs[index] for index in fitting], self._options.expire_s
-        with self._answers([set_request(self._key(b.name), b.buffers, b.size, expire_s) for b in chosen]) as answers:
+        requests = [exchange.set_request(self._key(b.name), b.buffers, b.size, expire_s) for b in chosen]
+        with self._answers(requests) as answers:
             for index, (reply,) in answers:
-                is_full = isinstance(reply, OutOfMemoryError) or says(reply, "MISCONF")
+                is_full = isinstance(reply, exceptions.OutOfMemoryError) or says(reply, "MISCONF")
                 kept[fitting[index]] = not is_full and expect(reply, bytes) == b"OK"
         self._tally("refused", kept.count(False))
         return kept
@@ -211,13 +197,13 @@ class RedisTier:
                         break
         return gone
 
-    def usage(self) -> Usage:
+    def usage(self) -> TierUsage:
         """capacity_bytes: the servers' `maxmemory`. Only a walk over all keys could count our objects. Raises TierError
         for a cluster's node that is used as a server alone."""
         self.find(_PROBES if isinstance(self._servers, Single) else ())
         with self._edge():
             limits = [self._limit(client) for client in self._servers.clients()]
-        return Usage(capacity_bytes=sum(limits) if all(limits) else None, counters=self._tally.counts())
+        return TierUsage(capacity_bytes=sum(limits) if all(limits) else None, counters=self._tally.counts())
 
     def close(self) -> None:
         """Idle connections are closed now, the others after the calls that use them."""
@@ -244,10 +230,10 @@ class RedisTier:
         for _ in range(2):
             again: list[int] = []
             for pool, theirs in self._servers.routes(requests, indexes):
-                with closing(exchange(pool, [(index, requests[index]) for index in theirs])) as answers:
+                with closing(exchange.exchange(pool, [(index, requests[index]) for index in theirs])) as answers:
                     for index, replies in answers:
-                        is_elsewhere = any(isinstance(reply, (AskError, TryAgainError)) for reply in replies)
-                        if is_alone and (is_elsewhere or any(isinstance(r, ClusterDownError) for r in replies)):
+                        is_elsewhere = any(isinstance(reply, _ELSEWHERE) for reply in replies)
+                        if is_alone and (is_elsewhere or any(isinstance(reply, _DOWN) for reply in replies)):
                             raise TierError(
                                 f"{self._name}: this server is a node of a cluster and has only some of the keys; "
                                 "write redis+cluster:// (with TLS: rediss+cluster://) in the tier's URL"
@@ -268,7 +254,7 @@ class RedisTier:
             raise TierError(f"{self._name} is closed")
         try:
             yield
-        except (RedisError, RedisClusterException, OSError) as exc:
+        except (RedisError, exceptions.RedisClusterException, OSError) as exc:
             self._servers.distrust()
             said = str(exc)
             if type(exc) not in (redis.ConnectionError, redis.TimeoutError):  # those are redis-py's own words
