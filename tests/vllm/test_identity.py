@@ -251,7 +251,7 @@ def test_layouts_separate_engines_and_not_what_asked_for_them(
     def name(layout: str | None) -> str:
         found = copy.deepcopy(config)
         record_kv_cache_layout(found.cache_config, layout) if layout else None
-        found.instance_id += f"-kvdepot-{'0' * 32}-1000-0"  # as noted before vLLM settles it
+        found.instance_id += f"-kvdepot-{'0' * 32}-1000-0-{'0' * 32}"  # as noted before vLLM settles it
         return _name(found)
 
     names = {layout: name(layout) for layout in (None, "LBHNC", "LBNHC", "BLHNC", "BLNHC")}
@@ -462,7 +462,7 @@ def test_a_model_that_changed_while_it_was_loaded_is_shared_with_no_other_engine
     monkeypatch.setattr(vllm_identity, "loaded_since", lambda: changed - 1)
     assert _name(one) != _name(other)
     assert _name(one) == _name(copy.deepcopy(one)), "the scheduler and the workers of one engine must agree"
-    one.instance_id = f"engine-kvdepot-{'0' * 32}-{int(1000 * (changed - 1))}-0"
+    one.instance_id = f"engine-kvdepot-{'0' * 32}-{int(1000 * (changed - 1))}-0-{'0' * 32}"
     before = _name(one)
     monkeypatch.setattr(vllm_identity, "loaded_since", lambda: changed + 60)
     assert _name(one) == before, "a worker that starts after the change must agree as well"

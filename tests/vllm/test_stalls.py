@@ -55,7 +55,7 @@ def start(start_by_hand: StartByHand) -> Callable[..., Engine]:
         for number, tokens in enumerate(stored):
             before.run(f"stored {number}", tokens)
         before.run("behind them", prompt(998, 20))
-        eventually(lambda: not before.scheduler.connector._scheduler.holds_blocks())
+        eventually(lambda: not before.scheduler.connector._scheduler.holds.is_any_held)
         engine = start_by_hand(**options)
         engine.run("first", prompt(999, 20))
         LateConnector.late.clear()

@@ -19,7 +19,7 @@ from kvdepot.client.scheduler import Cached
 from kvdepot.client.transfer import Transfer
 from kvdepot.integrations.vllm.messages import Compared
 from kvdepot.integrations.vllm.plan import GroupBlocks, GroupPlan
-from kvdepot.integrations.vllm.requests import ChunkRules, PromptEnd, RequestChunks, Tracked
+from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks, Tracked
 from kvdepot.integrations.vllm.stores import WaitingStore
 from kvdepot.integrations.vllm.trust import Trust, Verdict
 from kvdepot.integrations.vllm.weights import NamedWeights
@@ -119,17 +119,16 @@ def test_images_have_a_first_hit_of_their_own_and_text_before_them_does_not(mode
     trust.connect(256, GroupPlan([GroupBlocks(0, 2, 2, 0)], 256))
     plain, shown = (request(list(range(600)), items) for items in ([], [item("cat", 300)]))
     text, image = (Tracked(each, RequestChunks(each, bytes(32), ChunkRules(256))) for each in (plain, shown))
-    tokens, terms, _ = trust.divide(text, Cached(512, **by("another", 2)), 0, 0.0)
+    tokens, terms, _ = trust.divide(text, Cached(512, **by("another", 2)), 512, 0, 0.0)
     assert tokens == 0 and terms is not None
     store = [Transfer("r", b"", 0, bytes(32), bytes(8))]
     (number,) = trust.order([WaitingStore(1, store, [], [], terms=terms, compared=store)])
     assert trust.report({number: [Compared(2, 0.0, 0, by("another", 2)["writers"])]}) is Verdict.EQUAL
-    assert trust.divide(text, Cached(512, **by("another", 2)), 0, 0.0) == (512, None, False)
-    assert trust.divide(image, Cached(256, **by("another", 1)), 0, 0.0) == (256, None, False)
-    _, before, _ = trust.divide(image, Cached(512, **by("another", 2)), 0, 0.0)
+    assert trust.divide(text, Cached(512, **by("another", 2)), 512, 0, 0.0) == (512, None, False)
+    assert trust.divide(image, Cached(256, **by("another", 1)), 256, 0, 0.0) == (256, None, False)
+    _, before, _ = trust.divide(image, Cached(512, **by("another", 2)), 512, 0, 0.0)
     assert before is not None and before.first == 300
-    image.tails = [PromptEnd(400, 1, b"key")]
-    _, before, _ = trust.divide(image, Cached(256, tail=0, **by("another", 2)), 0, 0.0)
+    _, before, _ = trust.divide(image, Cached(256, tail=0, **by("another", 2)), 400, 0, 0.0)
     assert before is not None, "the tail has a part of the image"
 
 
@@ -141,7 +140,7 @@ def test_a_hit_ends_before_the_first_writer_that_is_not_trusted_so_far(models: d
 
     def divide(*runs: tuple[int, str], local_tokens: int = 0, chunks: int = 32) -> tuple[int, bool]:
         found = Cached(256 * chunks, writers=tuple(WriterRun(*run) for run in runs))
-        tokens, terms, _ = trust.divide(tracked, found, local_tokens, 0.0)
+        tokens, terms, _ = trust.divide(tracked, found, found.tokens, local_tokens, 0.0)
         return tokens // 256, terms is not None
 
     assert divide((32, "own")) == (32, False)

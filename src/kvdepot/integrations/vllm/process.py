@@ -18,7 +18,7 @@ from kvdepot.client.worker import WorkerClient
 from kvdepot.errors import KVDepotError
 from kvdepot.integrations.vllm.events import Descriptions
 from kvdepot.integrations.vllm.groups import find_groups, fit_groups, hit_alignment, make_plan
-from kvdepot.integrations.vllm.identity import identify, name_writer, noted_token_bytes, refuse_unserved
+from kvdepot.integrations.vllm.identity import identify, name_writer, read_note, refuse_unserved
 from kvdepot.integrations.vllm.paged_kv import describe_groups
 from kvdepot.integrations.vllm.plan import PlanRules
 from kvdepot.integrations.vllm.scheduler import ConnectedParts
@@ -123,7 +123,7 @@ class EngineProcess:
     def _least_tokens(self, ranks: int) -> int:
         """The least tokens per chunk where the engine chooses. ranks: that store shards."""
         whole = sum(not group.is_bounded for group in self._groups)  # vLLM's groups have about as many layers each
-        token_bytes = noted_token_bytes(self._vllm_config) * whole // len(self._kv_cache_config.kv_cache_groups)
+        token_bytes = read_note(self._vllm_config).token_bytes * whole // len(self._kv_cache_config.kv_cache_groups)
         longest = self._vllm_config.model_config.max_model_len * ranks * len(self._groups)
         return free_chunk_tokens(token_bytes, longest)
 

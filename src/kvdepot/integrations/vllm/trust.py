@@ -122,13 +122,13 @@ class Trust:
         """Learn how chunks are cut, before the first hit."""
         self._chunk_tokens, self._is_plain = chunk_tokens, plan.is_plain and not self._has_experts
 
-    def divide(self, tracked: Tracked, found: Cached, local_tokens: int, sampled: float) -> TrustedHit:
-        """Decide what is loaded of what a request's lookup has found.
+    def divide(self, tracked: Tracked, found: Cached, tokens: int, local_tokens: int, sampled: float) -> TrustedHit:
+        """Decide what is loaded of what a request's lookup has found: the prompt's first `tokens`.
 
-        local_tokens: that the engine's own cache has. sampled: the share of hits that the server wants to be compared.
+        local_tokens: tokens that the engine's own cache has. sampled: the share of hits that the server wants to be
+        compared.
         """
         request, size = tracked.request, self._chunk_tokens
-        tokens = found.tokens if found.tail is None else tracked.tails[found.tail].tokens
         trusted, end = self._trusted(self._scope(request, tokens), found, local_tokens)
         if not self.name or trusted >= tokens:
             is_sample = found.tokens > 0 and found.tail is None and tracked.draw < sampled
