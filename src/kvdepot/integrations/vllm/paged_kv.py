@@ -137,11 +137,8 @@ def _try_writing(name: str, layer: Any, dtype: torch.dtype) -> bytes:
     except Exception as exc:  # noqa: BLE001 - an engine must not fail by this
         log.warning(
             "kvdepot: cannot probe the block format of %s, so this engine shares KV only with engines of the same vLLM "
-            "release: %s: %s",
-            name,
-            type(exc).__name__,
-            exc,
-        )
+            "release: %s: %s", name, type(exc).__name__, exc,
+        )  # fmt: skip
         return installed_release().encode()
     return bytes(spare.flatten().view(torch.uint8).numpy())
 

@@ -60,9 +60,6 @@ class EngineProcess:
         is_bounded = any(group.is_bounded for group in self._groups)
         self.fails_whole = is_bounded or len(kv_cache_config.kv_cache_groups) > 1  # a load that fails in part
 
-    def __repr__(self) -> str:
-        return f"<EngineProcess {self._name} of {self.model}>"
-
     def describe_kv(self, kv_caches: dict[str, torch.Tensor]) -> list[Layout]:
         """A worker's paged KV by KV cache group. Raises ConfigError, LayoutError."""
         return describe_groups(self._vllm_config, self._groups, kv_caches, self._kv_cache_config.num_blocks)
@@ -117,7 +114,11 @@ class EngineProcess:
             self._alignment,
         )  # fmt: skip
         for group, fitted in zip(self._groups, spec.groups, strict=False):
-            log.info("kvdepot: KV cache group %d: %s, %d layers, %s", *group.log_facts(fitted))
+            needs = f"the last {fitted.reach} chunks" if fitted.reach else "all chunks"
+            log.info(
+                "kvdepot: KV cache group %d: %s, %d layers, of which a prompt needs %s", group.number, group.kind,
+                len(group.layers), "the last state" if group.is_state else needs,
+            )  # fmt: skip
         return spec
 
     def _least_tokens(self, ranks: int) -> int:

@@ -58,9 +58,6 @@ class RequestChunks:
         self._items: list[tuple[int, bytes]] = []  # hashed into the chain
         self.chain = ChunkChain(rules.chunk_tokens, root, rules.lookahead)
 
-    def __repr__(self) -> str:
-        return f"<RequestChunks {self._request.request_id} {len(self.chain)} chunks>"
-
     def hash(self) -> ChunkChain:
         """The chain of all tokens so far. Raises BadRequest for a bad token id, ValueError for an item's bad name."""
         tokens, chain, items = self._request.all_token_ids, self.chain, self._all_items()

@@ -699,7 +699,7 @@ class SchedulerHalf:
         """Void the stores under way, and forget once more what may arrive still. None: what was to be forgotten."""
         for request_id in self._tracked:
             self._uncache(request_id)  # its blocks may be from before and after
-        self._waiting.clear()
+        self._waiting.drop()
         if self._tracked or self._closing or self._ended_step < self._step:
             self._next.void = True
             if forget is not None:
