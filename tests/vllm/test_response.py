@@ -21,11 +21,6 @@ in_turn = pytest.mark.parametrize("steps", [1, 2])
 ways = pytest.mark.parametrize("bytes_in_step", [0, 1 << 20], ids=["loaded before", "loaded in the step"])
 
 
-@pytest.fixture
-def depot(start_depot: StartDepot) -> Depot:
-    return start_depot(arena_mib=64, chunk_size=CHUNK)
-
-
 def told(engine: Engine, name: str, tokens: list[int], **options: Any) -> Any:
     """What the response to a request says."""
     engine.add(name, tokens, **options)

@@ -86,15 +86,6 @@ def test_of_the_first_hit_a_part_is_computed_and_later_ones_are_loaded(
     second.stop()
 
 
-def test_prompts_of_a_single_step_are_compared_too(
-    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
-) -> None:
-    tokens = prompt(9, 600)
-    start_engine(models["gqa"], vllm_depot.url, extra=EARNED).wait_started().run(tokens)
-    second = start_engine(models["gqa"], vllm_depot.url, extra=EARNED).wait_started()
-    assert [second.run_fresh(tokens, max_tokens=1)["cached"] for _ in range(2)] == [256, 512]
-
-
 def test_an_engine_that_is_started_again_loads_what_it_had_stored(
     vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
@@ -158,19 +149,8 @@ def test_a_hit_ends_before_the_first_writer_that_is_not_trusted_so_far(models: d
 # -- faults of an engine
 
 
-def other_weights(weights: dict[str, torch.Tensor]) -> None:
-    for name in weights:
-        weights[name] = weights[name].flip(0)
-
-
 def one_norm(weights: dict[str, torch.Tensor]) -> None:
     weights["model.layers.1.input_layernorm.weight"] *= 1.5
-
-
-def one_layer(weights: dict[str, torch.Tensor]) -> None:
-    for part in "qkvo":
-        name = f"model.layers.{{}}.self_attn.{part}_proj.weight"
-        weights[name.format(1)] = weights[name.format(0)].clone()
 
 
 def scaled_values(weights: dict[str, torch.Tensor]) -> None:
@@ -196,7 +176,7 @@ def spoil(models: dict[str, Path], tmp_path: Path) -> Callable[[Engine, Callable
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
-        *(("gqa", each) for each in (other_weights, one_norm, one_layer, scaled_values, "stretch positions")),
+        *(("gqa", each) for each in (one_norm, scaled_values, "stretch positions")),
         *(("experts", each) for each in (one_norm, "stretch positions")),
     ],
 )
@@ -233,9 +213,7 @@ def test_an_engine_that_computes_other_kv_shares_nothing(
     assert len(depot.status()["mismatches"]) == 1
 
 
-@pytest.mark.parametrize(("change", "options"), [
-    (one_norm, {}), (one_norm, RANKS), (one_layer, {}), (scaled_values, {}), ("stretch positions", {}),
-])  # fmt: skip
+@pytest.mark.parametrize(("change", "options"), [(one_norm, RANKS), ("stretch positions", {})])
 def test_a_proved_engine_compares_what_the_next_writer_has_stored(
     start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine, spoil: Callable[..., None],
     change: Callable[..., None] | str, options: dict[str, Any],
@@ -299,15 +277,6 @@ def test_an_engine_that_only_loads_also_compares_first(
     consumer = start_engine(models["gqa"], vllm_depot.url, extra=EARNED, role="kv_consumer").wait_started()
     assert [consumer.run_fresh(tokens)["cached"] for _ in range(2)] == [WHOLE - 256, WHOLE]
     assert vllm_depot.status()["counters"]["stored_chunks"] == before
-
-
-def test_with_trust_given_the_first_hit_is_loaded(
-    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine
-) -> None:
-    tokens = prompt(6, LENGTH)
-    start_engine(models["gqa"], vllm_depot.url, extra=EARNED).wait_started().run(tokens)
-    second = start_engine(models["gqa"], vllm_depot.url, extra={"kvdepot.trust": "given"}).wait_started()
-    assert second.run(tokens)["cached"] == WHOLE
 
 
 def test_a_restarted_server_and_lost_chunks_leave_the_next_hit_the_first(
