@@ -252,16 +252,3 @@ def test_a_hit_that_is_to_be_proved_is_loaded_as_trust_decides(start: Callable[.
     engine = start(tokens, chunk_s=0.2, compute_s=0.1, runner="0", writer="another", **{"kvdepot.trust": "earned"})
     assert engine.run("unproven", tokens) == 2 * CHUNK
     assert told(engine, "unproven")["compared"] == CHUNK
-
-
-def test_a_preempted_request_is_weighed_again(start: Callable[..., Engine]) -> None:
-    tokens = prompt(40, 3 * CHUNK + 9)
-    engine = start(tokens, chunk_s=0.2, compute_s=0.1)
-    made = engine.ask("preempted", tokens, says=40)
-    while made.num_output_tokens < 4:
-        engine.step()
-    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    engine.scheduler.connector._scheduler._prefill._samples.extend(32 * [1.0])  # the model has become slow
-    engine.finish()
-    check(made)
-    assert engine.worker.begun["preempted"] == [0, 3 * CHUNK]

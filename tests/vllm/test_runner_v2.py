@@ -6,11 +6,14 @@ no wheel for processors.
 
 from __future__ import annotations
 
+import itertools
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvdepot.integrations.vllm import process
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.tiers.servers import RedisServer, need
 from tests.vllm import drafters
@@ -126,6 +129,30 @@ def test_dummy_runs_captures_and_aborts_between_steps_leave_nothing_behind(
     engine = start_by_hand(steps=steps)
     assert engine.run("whole", tokens) == 4 * CHUNK
     eventually(lambda: nothing_is_held(depot.status()))
+
+
+def test_a_worker_that_names_the_kv_otherwise_than_its_scheduler_stores_and_loads_nothing(
+    depot: Depot, start_by_hand: StartByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, identify, calls = prompt(9, 3 * CHUNK + 9), process.identify, itertools.count()
+    start_by_hand().run("stored", tokens)
+    before = depot.status()
+    assert before["divided_engines"] == 0
+
+    def divided(*arguments: Any) -> Any:
+        found = identify(*arguments)
+        return found._replace(namespace=f"{found.namespace[:-4]}beef") if next(calls) else found  # the worker's
+
+    monkeypatch.setattr(process, "identify", divided)
+    engine = start_by_hand()
+    for name in ("found", "again"):
+        assert engine.run(name, tokens) == 0
+        assert engine.scheduler.reset_prefix_cache()
+    after = depot.status()
+    assert after["counters"]["hit_chunks"] > before["counters"]["hit_chunks"], "the scheduler finds them"
+    for counter in ("stored_chunks", "known_chunks", "retrieved_chunks"):
+        assert after["counters"][counter] == before["counters"][counter], counter
+    assert after["divided_engines"] == 1
 
 
 @pytest.mark.parametrize(("runner", "drafter"), [("V1", True), ("V2", False), ("V2", True)])

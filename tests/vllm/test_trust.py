@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 
 from kvdepot.client.scheduler import Cached
 from kvdepot.client.transfer import Transfer
@@ -31,7 +32,7 @@ from tests.cli.command import run
 from tests.conftest import Depot, StartDepot, eventually
 from tests.vllm import engines
 from tests.vllm.conftest import StartEngine
-from tests.vllm.engines import LLAMA, Engine, prompt, write_lora, write_model
+from tests.vllm.engines import LLAMA, Engine, prompt, write_model
 from tests.vllm.test_requests import item, request
 
 WHOLE = 4 * 256
@@ -104,7 +105,7 @@ def by(writer: str, chunks: int) -> dict[str, Any]:
     return {"writers": (WriterRun(chunks, writer),)}
 
 
-def test_images_have_a_first_hit_of_their_own_and_text_before_them_does_not(models: dict[str, Path]) -> None:
+def test_images_and_adapters_have_a_first_hit_of_their_own_and_text_before_them_none(models: dict[str, Path]) -> None:
     config = EngineArgs(model=str(models["gqa"]), skip_tokenizer_init=True).create_engine_config()
     trust = Trust(config, "a start", NamedWeights("", str))
     trust.connect(256, GroupPlan([GroupBlocks(0, 2, 2, 0)], 256))
@@ -121,6 +122,9 @@ def test_images_have_a_first_hit_of_their_own_and_text_before_them_does_not(mode
     assert before is not None and before.first == 300
     _, before, _ = trust.divide(image, Cached(256, tail=0, **by("another", 2)), 400, 0, 0.0)
     assert before is not None, "the tail has a part of the image"
+    red = request(list(range(600)), lora_request=LoRARequest("red", 1, "/red"))
+    adapted = Tracked(red, RequestChunks(red, bytes(32), ChunkRules(256)))
+    assert trust.divide(adapted, Cached(512, **by("another", 2)), 512, 0, 0.0)[0] == 0, "each adapter has its own"
 
 
 def test_a_hit_ends_before_the_first_writer_that_is_not_trusted_so_far(models: dict[str, Path]) -> None:
@@ -253,19 +257,6 @@ def test_a_writer_that_is_wrong_behind_a_position_is_found_there(
     assert compared(depot)[1] == 0
     assert reader.run_fresh(long)["tokens"] == truth
     assert compared(depot)[1] > 0
-
-
-def test_each_adapter_has_its_own_first_hit(
-    vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path
-) -> None:
-    lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
-    adapter, tokens = ["red", 1, str(write_lora(tmp_path / "red", 0))], prompt(4, LENGTH)
-    first = start_engine(models["gqa"], vllm_depot.url, extra=EARNED, **lora).wait_started()
-    for options in ({}, {"lora": adapter}):
-        first.run(tokens, **options)
-    second = start_engine(models["gqa"], vllm_depot.url, extra=EARNED, **lora).wait_started()
-    cached = [[second.run_fresh(tokens, **options)["cached"] for _ in range(2)] for options in ({}, {"lora": adapter})]
-    assert cached == [[WHOLE - 256, WHOLE]] * 2
 
 
 def test_an_engine_that_only_loads_also_compares_first(

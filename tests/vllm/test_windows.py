@@ -1,4 +1,4 @@
-"""Real vLLM engines on models with sliding windows or states; test_oracle.py and test_engine.py have what is common.
+"""Real vLLM engines on models with sliding windows; test_oracle.py and test_engine.py have what is common.
 
 Prompts end just past a chunk, as in test_engine.py. Steps have at most 1,024 tokens, so longer prompts are computed in
 several, and vLLM takes blocks that have left a window from its request between them.
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Depot, StartDepot
+from tests.conftest import Depot
 from tests.vllm import engines
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import output, prompt, same_as_own
@@ -37,51 +37,6 @@ def test_windows_that_are_no_whole_chunks_come_back_bit_for_bit(
     engine.run_fresh(tokens[: 7 * 256 + block + 3])
     from_both = engine.run(tokens)
     assert from_both["cached"] == 8 * 256 and output(from_both) == output(engine.run(tokens))
-    engine.stop()
-
-
-def test_parts_in_the_middle_are_evicted_first_and_the_whole_prompt_still_hits(
-    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
-) -> None:
-    depot = start_depot(arena_mib=12)
-    engine = start_engine(models["windows"], depot.url, extra={"kvdepot.boundary_chunks": 1}, **FLOAT32).wait_started()
-    tokens, other = prompt(370, 8 * 256 + 17), prompt(371, 3 * 256 + 17)
-    cold = engine.run(tokens)  # 32 parts of 256 KiB
-    assert depot.status()["counters"].get("dropped_chunks", 0) == 0
-    warm = engine.run_fresh(tokens)
-    assert warm["cached"] == 8 * 256
-    engine.run_fresh(other)
-    engine.run_fresh(prompt(372, 3 * 256 + 17))
-    assert depot.status()["evicted_chunks"] > 0
-    again = engine.run_fresh(tokens)
-    assert again["cached"] == 8 * 256 and output(again) == output(warm)
-    parted = [*tokens[: 4 * 256], 5, 6, 7]
-    assert engine.run_fresh(parted)["cached"] < 4 * 256
-    assert engine.run_fresh(tokens)["tokens"] == cold["tokens"]
-    engine.stop()
-
-
-# -- states: blocks, and so chunks, have 640 tokens, as vLLM makes a page of attention as large as a state
-
-STATE_CHUNK = 640
-STATES: dict[str, Any] = {"enable_prefix_caching": True, "num_gpu_blocks_override": 64}
-
-
-def test_states_are_stored_at_the_ends_of_prompts_and_every_so_many_chunks(
-    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
-) -> None:
-    depot = start_depot(arena_mib=64)
-    engine = start_engine(
-        models["states"], depot.url, extra={"kvdepot.boundary_chunks": 2}, prefix_cache_retention_interval=None,
-        **STATES,
-    ).wait_started()  # fmt: skip
-    tokens = prompt(620, 5 * STATE_CHUNK + 17)
-    engine.run(tokens)
-    (model,) = depot.status()["namespaces"]
-    assert [group["chunks"] for group in model["groups"]] == [6, 4, 4, 4]  # with the tail of its end
-    assert [group["reach"] for group in model["groups"]] == [0, 1, 1, 1]
-    same_as_own(engine, [*tokens[: 4 * STATE_CHUNK], 5, 6, 7], 4 * STATE_CHUNK)
-    assert engine.run_fresh([*tokens[: 3 * STATE_CHUNK], 5, 6, 7])["cached"] == 2 * STATE_CHUNK
     engine.stop()
 
 
