@@ -162,12 +162,7 @@ def test_images_come_back_in_another_engine_and_are_never_mixed_up(
         assert own["cached"] >= loaded["cached"] >= 768, "not the image"
         assert loaded["tokens"] == own["tokens"] == right["tokens"]
         assert_close(loaded, right)
-    # An engine that earns trust computes its first hit with an image, and loads the next one with another.
-    three = start_engine(model, vllm_depot.url, extra={"kvdepot.trust": "earned"}, **options).wait_started()
-    found = [three.run_fresh(tokens, images=[image])["cached"] for image in images[:2]]
-    assert found[0] == 0 and found[1] >= 768, found
-    assert vllm_depot.status()["counters"]["differing_chunks"] == 0
-    one.stop(), two.stop(), three.stop()
+    one.stop(), two.stop()
 
 
 def test_replicas_share_what_either_stored_and_a_prompt_may_stream_in(

@@ -270,26 +270,6 @@ def test_an_engine_that_only_loads_also_compares_first(
     assert vllm_depot.status()["counters"]["stored_chunks"] == before
 
 
-def test_a_restarted_server_and_lost_chunks_leave_the_next_hit_the_first(
-    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
-) -> None:
-    depot, tokens = start_depot(arena_mib=64), prompt(7, LENGTH)
-    engine = start_engine(models["gqa"], depot.url, extra=EARNED).wait_started()
-    engine.run(tokens)
-    depot.process.kill(), depot.process.wait()
-    depot = start_depot(arena_mib=64, url=depot.url, name=depot.name)
-    engine.tell("meet")
-    assert engine.run_fresh(tokens)["cached"] == WHOLE, "its records say that the engine has stored it"
-    second = start_engine(models["gqa"], depot.url, extra=EARNED).wait_started()
-    second.tell("add", request=second.request(tokens))  # its lookup has found the chunks
-    forget_all(depot)
-    (result,) = second.tell("finish").values()
-    assert result["cached"] == 0
-    second.run_fresh(tokens)  # stores the chunk that was pinned when it was to be forgotten
-    assert second.run_fresh(tokens)["cached"] == WHOLE, "its own"
-    assert compared(depot) == (0, 0)
-
-
 # -- faults in the depot, which sampled hits find
 
 

@@ -154,7 +154,7 @@ def _refused(number: int, group: KVCacheGroupSpec, reason: str) -> ConfigError:
 def hit_alignment(kv_cache_config: KVCacheConfig, dcp_size: int = 1) -> int:
     """Every boundary at which vLLM accepts loaded KV is a multiple of this many tokens, of all groups' blocks.
 
-    dcp_size: as of `find_groups`.
+    dcp_size: ranks over which each block's tokens are spread.
     """
     groups = kv_cache_config.kv_cache_groups
     return math.lcm(*(_block_tokens(group.kv_cache_spec, dcp_size) for group in groups))

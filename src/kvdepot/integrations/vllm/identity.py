@@ -18,9 +18,9 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import vllm
 from blake3 import blake3
@@ -45,7 +45,7 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.model_names import name_model
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, LoadConfig, ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 log = init_logger(__name__)
@@ -75,8 +75,9 @@ def note_facts(vllm_config: VllmConfig) -> None:
     """Describe an engine, and note the digest in its configuration. Raises ConfigError for what cannot be described."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None, "only engines with our connector are described"
-    revisions = [extra.get("kvdepot.weights_revision") for extra in _extra_configs(transfer)]
-    revision = next(filter(None, revisions), "")
+    extra = transfer.kv_connector_extra_config
+    below = [child.get("kv_connector_extra_config") or {} for child in extra.get("connectors", ())]  # MultiConnector's
+    revision = next(filter(None, (each.get("kvdepot.weights_revision") for each in (extra, *below))), "")
     name = _NOTE.sub("", vllm_config.instance_id)
     digest, since_ms = describe_engine(vllm_config, revision), int(1000 * loaded_since())
     token_bytes, start = _estimate_token_bytes(vllm_config), _describe_start(vllm_config)
@@ -134,8 +135,9 @@ def _describe_start(vllm_config: VllmConfig) -> str:
 def name_writer(vllm_config: VllmConfig, files: str) -> str:
     """The name under which an engine stores: a digest, and what people call it. Equal in all its processes.
 
-    Engines of one name compute the same as far as a host can know, as an engine does that is started again. files: as
-    of NamedEngine; if they are not known, or on several hosts, the name is of this start only.
+    Engines of one name compute the same as far as a host can know, as an engine does that is started again. files: a
+    digest of where the engine's files are on this host. If it is empty, or the engine is on several hosts, the name is
+    that of this start alone.
     """
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     is_here = parallel.nnodes == 1 and parallel.distributed_executor_backend != "ray"
@@ -146,7 +148,8 @@ def name_writer(vllm_config: VllmConfig, files: str) -> str:
 
 
 def describe_engine(vllm_config: VllmConfig, revision: str) -> str:
-    """A digest of everything that is given before a model is built. revision: as of `describe_config`."""
+    """A digest of everything that is given before a model is built. revision: the user's name for this version of the
+    model; empty: none."""
     models = [model for model, _ in _models_of(vllm_config)]
     facts = {
         "config": describe_config(vllm_config, revision),
@@ -190,13 +193,6 @@ def _tokenizer(model: ModelConfig) -> list[str | None]:
     except OSError as exc:
         raise ConfigError(f"kvdepot cannot determine which tokenizer is at {place}: {exc}") from exc
     return [hasher.hexdigest()[:32]]
-
-
-def _extra_configs(transfer: KVTransferConfig) -> Iterator[dict[str, Any]]:
-    """The settings of all connectors, MultiConnector's children included."""
-    children = transfer.kv_connector_extra_config.get("connectors", ())
-    yield transfer.kv_connector_extra_config
-    yield from (child.get("kv_connector_extra_config") or {} for child in children)
 
 
 # -- the name

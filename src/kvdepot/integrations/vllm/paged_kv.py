@@ -40,7 +40,7 @@ _LARGEST = 128
 """Whole numbers up to this are exact in every type of KV, 8-bit floats excepted, which round them alike."""
 
 
-def describe_groups(
+def describe_paged_kv(
     vllm_config: VllmConfig, groups: Sequence[CacheGroup], kv_caches: dict[str, torch.Tensor], num_blocks: int
 ) -> list[Layout]:
     """Describe the paged KV by KV cache group. num_blocks: that it has. Raises ConfigError, LayoutError."""

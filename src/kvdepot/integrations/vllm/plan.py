@@ -65,10 +65,10 @@ class Piece(NamedTuple):
 class PlanRules(NamedTuple):
     """The ways in which an engine writes and offers blocks.
 
-    spacing: chunks between boundaries within a prompt; 0: the default. lookahead: as of `ChunkChain`. has_all_states:
-    whether vLLM offers the states of all steps, not only of those that it expects to be needed. holds_all: whether
-    vLLM may write to any group's blocks before it says that their request was preempted. has_drafts: whether steps
-    compute tokens that may be rejected.
+    spacing: chunks between boundaries within a prompt; 0: the default. lookahead: tokens after a position on which the
+    KV of a drafter there depends. has_all_states: whether vLLM offers the states of all steps, not only of those that
+    it expects to be needed. holds_all: whether vLLM may write to any group's blocks before it says that their request
+    was preempted. has_drafts: whether steps compute tokens that may be rejected.
     """
 
     spacing: int = 0

@@ -61,9 +61,9 @@ _MOST_EPSILONS, _LEAST_EPSILON = 4.0, 2.0**-10
 """The limit of the difference: 4 epsilons of the model's data type (of TF32 for float32) times the square root of the
 number of layers, because differences add up (docs/internals/integrations.md has what was measured)."""
 _ROUNDED = 0.1
-"""KV of 8 bits adds this: values that differ a little are rounded to neighbours, an eighth apart."""
+"""KV of 8 bits adds this to the limit: values that differ a little are rounded to neighbours, an eighth apart."""
 _CHOSEN = 0.2
-"""A mixture of experts adds this: rounding chooses other experts."""
+"""A mixture of experts adds this to the limit, because rounding makes it choose other experts."""
 _REACH = 4
 """A writer that was compared up to some position is trusted up to this many times as far."""
 _MOST_VALUE = wire.MAX_CLIENT_NAME
