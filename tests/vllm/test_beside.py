@@ -130,7 +130,9 @@ def test_an_adapter_replaced_while_it_is_loaded_is_not_stored_under_its_new_name
     assert "LoRA adapter 'replaced' is not cached" in engine.logged()
 
 
-def test_what_is_wrong_with_one_request_costs_its_caching_and_not_the_engine(engine: Engine, adapters: Path) -> None:
+def test_an_adapter_that_cannot_be_read_costs_a_request_its_caching_not_the_engine(
+    engine: Engine, adapters: Path
+) -> None:
     tokens = prompt(46, TOKENS)
     engine.run(tokens)
     (adapters / "dangling" / "extra.bin").symlink_to(adapters / "nowhere")

@@ -359,7 +359,7 @@ def test_two_models_with_one_revision_never_share(
     assert _name(one, "v1") not in (_name(one, "v2"), _name(one))
 
 
-def test_what_cannot_be_described_is_refused_until_somebody_names_it(config: VllmConfig) -> None:
+def test_a_value_that_cannot_be_described_is_refused_until_somebody_names_it(config: VllmConfig) -> None:
     config = copy.deepcopy(config)
     config.model_config.hf_overrides = lambda given: given
     with pytest.raises(ConfigError, match=r"hf_overrides.*kvdepot\.weights_revision"):

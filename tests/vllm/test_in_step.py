@@ -50,7 +50,7 @@ def loads(engine: Engine) -> list[Any]:
 
 @in_turn
 @pytest.mark.parametrize("is_small", [True, False])
-def test_a_small_hit_costs_a_busy_engine_no_step_and_a_large_one_that_which_orders_it(
+def test_a_small_hit_costs_a_busy_engine_no_step_and_a_large_one_that_of_its_load(
     steps: int, is_small: bool, depot: Depot, start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = prompt(11, TOKENS)
@@ -167,7 +167,9 @@ def test_chunks_of_an_aborted_request_stay_until_its_step_is_over(depot: Depot, 
     assert engine.run("again", tokens) == 3 * CHUNK
 
 
-def test_what_is_forgotten_after_it_was_found_is_not_copied(depot: Depot, start: Callable[..., Engine]) -> None:
+def test_chunks_that_are_forgotten_after_they_were_found_are_not_copied(
+    depot: Depot, start: Callable[..., Engine]
+) -> None:
     tokens = prompt(162, TOKENS)
     engine = start(tokens)
     copied = loads(engine)

@@ -146,7 +146,7 @@ def test_a_load_within_a_step_costs_the_model_what_it_copies() -> None:
     assert schedule(slow, request("beside it", 521), 512, in_step=True) == HitPart(4 * CHUNK, False)
 
 
-def test_what_ends_leaves_the_queue_of_the_model() -> None:
+def test_a_request_that_ends_leaves_the_queue_of_the_model() -> None:
     choice, gone = engine(0.02, 0.01), {name: request(name, 521) for name in ("aborted", "preempted", "computed")}
     for each in gone.values():
         schedule(choice, each, 0)
@@ -218,7 +218,7 @@ def told(engine: Engine, request_id: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("runner", ["0", "1"])
-def test_what_comes_sooner_is_computed_and_all_tokens_are_right(
+def test_tokens_that_come_sooner_by_computing_are_computed_and_all_are_right(
     runner: str, depot: Depot, start: Callable[..., Engine]
 ) -> None:
     tokens, other = prompt(11, 3 * CHUNK + 9), prompt(12, 3 * CHUNK + 9)

@@ -65,7 +65,7 @@ def test_the_last_chunk_of_a_hit_is_computed_and_compared(
 
 
 @ways
-def test_what_follows_from_a_wrong_load_is_never_heard(
+def test_tokens_that_follow_from_a_wrong_load_are_never_heard(
     depot: Depot, start: Callable[..., Engine], bytes_in_step: int
 ) -> None:
     tokens = prompt(3, TOKENS)
@@ -102,7 +102,7 @@ def test_a_step_that_completes_no_chunk_takes_the_load_back(
 
 
 @pytest.mark.parametrize("options", [{"steps": 2}, {"runner": "1"}], ids=["async scheduling", "runner V2"])
-def test_where_a_load_cannot_be_taken_back_everything_is_computed(
+def test_an_engine_that_cannot_take_a_load_back_computes_everything(
     depot: Depot, start_by_hand: StartByHand, options: dict[str, Any]
 ) -> None:
     tokens = prompt(7, TOKENS)

@@ -95,7 +95,7 @@ def test_nothing_is_said_of_requests_that_never_met_the_depot(start_by_hand: Sta
     engine.finish()
 
 
-def test_of_two_depots_below_multi_connector_the_first_one_is_told(
+def test_the_first_of_two_depots_below_multi_connector_is_told(
     depot: Depot, start_depot: StartDepot, start_by_hand: StartByHand
 ) -> None:
     other = start_depot(arena_mib=64, chunk_size=CHUNK)

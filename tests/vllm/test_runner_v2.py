@@ -131,7 +131,7 @@ def test_dummy_runs_captures_and_aborts_between_steps_leave_nothing_behind(
     eventually(lambda: nothing_is_held(depot.status()))
 
 
-def test_a_worker_that_names_the_kv_otherwise_than_its_scheduler_stores_and_loads_nothing(
+def test_a_worker_that_disagrees_with_its_scheduler_stores_and_loads_nothing(
     depot: Depot, start_by_hand: StartByHand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, identify, calls = prompt(9, 3 * CHUNK + 9), process.identify, itertools.count()

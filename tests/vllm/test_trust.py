@@ -65,7 +65,7 @@ def compared(depot: Depot) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_of_the_first_hit_a_part_is_computed_and_later_ones_are_loaded(
+def test_a_part_of_the_first_hit_is_computed_and_later_hits_are_loaded(
     vllm_depot: Depot, models: dict[str, Path], start_engine: StartEngine, kind: str
 ) -> None:
     tokens, options, model = prompt(1, LENGTH + 512), OPTIONS.get(kind, {}), models.get(kind, models["gqa"])
