@@ -1,8 +1,7 @@
 """vLLM's asynchronous frontend, as an API server drives it: data-parallel replicas, and input that streams in.
 
 One of the two kinds of engines that child.py runs. Commands: run (a list of requests, one after the other; `replica`
-says on which), stream (a request whose `parts` arrive one after the other), update (weights from a folder, as a trainer
-does over HTTP).
+says on which), stream (a request whose `parts` arrive one after the other).
 """
 
 from __future__ import annotations
@@ -33,15 +32,7 @@ class AsyncChild:
                 return {each["id"]: self.loop.run_until_complete(self.run(each)) for each in command["requests"]}
             case "stream":
                 return self.loop.run_until_complete(self.stream(command["request"]))
-            case "update":
-                return self.loop.run_until_complete(self.update(command["folder"], command["version"]))
         raise ValueError(command)
-
-    async def update(self, folder: str, version: str) -> None:
-        await self.llm.pause_generation(mode="wait")
-        await self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
-        await self.llm.update_weight_version(version)
-        await self.llm.resume_generation()
 
     async def run(self, request: dict[str, Any]) -> dict[str, Any]:
         outputs = self.llm.generate(

@@ -304,6 +304,18 @@ class Engine:
         self.scheduler.add_request(made)
         return made
 
+    def ask(self, name: str, prompt: Sequence[int], **options: Any) -> Any:
+        """Add a request, and wait for the answer to its lookup."""
+        made = self.add(name, prompt, **options)
+        self.wait_answer(name)
+        return made
+
+    def wait_answer(self, name: str) -> None:
+        """Wait for the answer to the lookup of a request."""
+        connector = self.scheduler.connector
+        depot = getattr(connector, "_connectors", [connector])[0]._scheduler._depot
+        eventually(lambda: depot.client.pump() or depot._lookups[name].future.query())
+
     def step(self) -> None:
         """As vLLM's engine core: `step`, or `step_with_batch_queue` with several steps under way."""
         if self.scheduler.has_requests():
@@ -366,7 +378,6 @@ def process_groups(file: Path) -> Iterator[None]:
 
 def lose_server(engine: Engine, depot: Depot, request_id: str) -> None:
     """Kill a server that has answered the lookup of a request, before that is scheduled."""
-    half = engine.scheduler.connector._scheduler
-    eventually(lambda: half._depot.client.pump() or half._depot._lookups[request_id].future.query())
+    engine.wait_answer(request_id)
     depot.process.kill()
     depot.process.wait(HANG_S)

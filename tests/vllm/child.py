@@ -82,10 +82,7 @@ class Child:
         from vllm.lora.request import LoRARequest
 
         lora = LoRARequest(*request["lora"]) if request.get("lora") else None
-        self.engine.add_request(
-            request["id"], prompt_of(request), params_of(request), lora_request=lora,
-            priority=request.get("priority", 0),
-        )  # fmt: skip
+        self.engine.add_request(request["id"], prompt_of(request), params_of(request), lora_request=lora)
 
     def finish(self) -> dict[str, Any]:
         self.inside("hold", False)
@@ -150,28 +147,9 @@ class Child:
         raise ValueError(command)
 
 
-class UntouchedChild(Child):
-    """The same with vLLM as it comes: its processes are spawned, and steps are when vLLM makes them."""
-
-    def inside(self, name: str, *arguments: Any) -> Any:
-        return None if name == "hold" else name == "is_alone"
-
-    def handle(self, command: dict[str, Any]) -> Any:
-        if command["do"] == "reset":
-            deadline = time.monotonic() + 60
-            while not self.llm.reset_prefix_cache():
-                assert time.monotonic() < deadline, "blocks are still in use"
-                time.sleep(0.01)
-            return None
-        return super().handle(command)
-
-
 def make(arguments: dict[str, Any]) -> Any:
-    """An engine, one as vLLM makes it (`is_spawned`), or vLLM's asynchronous front end with engines (`is_async`)."""
+    """An engine, or vLLM's asynchronous front end with engines (`is_async`)."""
     sys.argv = [__file__, arguments.pop("command")]
-    if arguments.pop("is_spawned", False):
-        preloaded.spawn_again()
-        return UntouchedChild(arguments)
     if arguments.pop("is_async", False):
         from tests.vllm.async_child import AsyncChild
 
@@ -398,10 +376,8 @@ def serve_client(
         for each in unwanted:
             each.close()
         channel, log, alive = fds
-        # Spawned processes have no file of their parent's but its output.
-        output = alive if asked["arguments"].get("is_spawned") else log
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
         os.close(log)
         preloaded.keep(alive)
         os.environ.clear()

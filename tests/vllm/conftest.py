@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Depot
+from tests.conftest import Depot, StartDepot
 from tests.vllm import by_hand, drafters, engines
 from tests.vllm.engines import Engine
 
@@ -41,7 +41,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "gqa": engines.write_model(base / "gqa", engines.LLAMA), "mla": engines.write_model(base / "mla", engines.MLA),
         "experts": engines.write_model(base / "experts", engines.EXPERTS),
         "windows": engines.write_model(base / "windows", engines.WINDOWS),
-        "mistral": engines.write_model(base / "mistral", engines.MISTRAL),
         "states": engines.write_model(base / "states", engines.STATES),
     }  # fmt: skip
 
@@ -87,6 +86,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def process_groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with by_hand.process_groups(tmp_path_factory.mktemp("groups") / "file"):
         yield
+
+
+@pytest.fixture
+def depot(start_depot: StartDepot) -> Depot:
+    return start_depot(arena_mib=64, chunk_size=by_hand.CHUNK)
 
 
 @pytest.fixture

@@ -74,10 +74,6 @@ WINDOWS: dict[str, Any] = {
     "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "tie_word_embeddings": True,
 }  # fmt: skip
 """Sliding windows beside full attention: a group of one layer with all tokens, and three of one layer with windows."""
-MISTRAL: dict[str, Any] = LLAMA | {
-    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 512, "torch_dtype": "float32",
-}  # fmt: skip
-"""Nothing but sliding windows."""
 STATES: dict[str, Any] = LLAMA | {
     "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 4, "rms_norm_eps": 1e-6,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_conv_kernel_dim": 4,
@@ -308,9 +304,8 @@ class Engine:
 
         python: of the environment with vLLM. model_runner: V1, or V2, which GPUs have by default.
 
-        arguments: vLLM's, `command`, the command line by which its name as a writer differs (by default unlike any
-        other's), and `is_spawned`: start processes as vLLM does, each a new interpreter, which takes 20 s of CPU time;
-        else they are forked from one that has imported vLLM.
+        arguments: vLLM's, and `command`, the command line by which its name as a writer differs (by default unlike any
+        other's). Its processes are forked from one that has imported vLLM.
         """
         options = {
             "model": str(model), "skip_tokenizer_init": True, "enforce_eager": True, "num_gpu_blocks_override": BLOCKS,

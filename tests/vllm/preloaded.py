@@ -16,7 +16,6 @@ from collections.abc import Callable
 from multiprocessing import context, forkserver, parent_process, reduction, resource_tracker
 from typing import Any
 
-_spawn = context._concrete_contexts["spawn"]  # type: ignore[attr-defined]
 _WORKER_S = 30.0
 """A worker whose engine core has ended has this long to end by itself."""
 _alive = -1  # a file that this engine's processes have locked
@@ -99,8 +98,3 @@ def start_server(*unwanted: socket.socket) -> Callable[[], None]:
         os.waitpid(pid, 0)
 
     return end
-
-
-def spawn_again() -> None:
-    """Start processes of this process as Python does: each a new interpreter."""
-    context._concrete_contexts["spawn"] = _spawn  # type: ignore[attr-defined]

@@ -89,7 +89,7 @@ def test_an_answer_that_came_back_counts_once_and_prompts_of_others_not_at_all()
 
 
 @pytest.mark.parametrize("mode", ["on", "off"])
-def test_what_was_set_stays_so_whatever_comes_back(mode: str) -> None:
+def test_save_decode_on_or_off_stays_so_whatever_comes_back(mode: str) -> None:
     engine = Engine(mode)
     engine.run(200, back=0 if mode == "on" else 20)
     assert engine.are_stored is (mode == "on") and not engine.counters

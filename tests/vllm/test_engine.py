@@ -112,10 +112,9 @@ def test_a_request_id_that_is_used_again_ends_each_time(engine: Engine) -> None:
     ("config", "options", "chunk"),
     [
         (LLAMA | WIDE, {"block_size": 32}, 32),
-        (LLAMA | WIDE, {"block_size": 64, "tensor_parallel_size": 2}, 64),
         (WINDOWS | WIDE, {"block_size": 32, "dtype": "float32", "num_gpu_blocks_override": 512}, 32),
     ],
-    ids=["gqa", "two ranks", "windows"],
+    ids=["gqa", "windows"],
 )
 def test_with_chunk_size_auto_turns_of_a_chat_end_at_the_engines_boundaries(
     config: dict[str, Any], options: dict[str, Any], chunk: int, start_depot: StartDepot, start_engine: StartEngine,
@@ -146,7 +145,6 @@ class Kind(NamedTuple):
 KINDS = {
     "gqa": Kind(256, 3, {"dtype": "float32"}),  # so that a batch of another shape gives the same tokens
     "windows": Kind(256, 9, {"dtype": "float32"}),
-    "mistral": Kind(256, 2, {"dtype": "float32"}),
     "states": Kind(640, 6, STATES),
 }
 
@@ -194,7 +192,6 @@ def test_a_load_that_fails_is_computed_as_if_nothing_had_been_promised(
 @pytest.mark.parametrize(
     ("kind", "rest", "decoded", "options"),
     [
-        ("gqa", 17, 400, {"num_gpu_blocks_override": 20, "max_model_len": 2048}),
         ("windows", 256 + 17, 700, {"num_gpu_blocks_override": 76, "max_model_len": 2048}),
         ("states", -140, 500, {"num_gpu_blocks_override": 24, "max_model_len": 2560}),
     ],

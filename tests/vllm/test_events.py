@@ -51,7 +51,7 @@ class Desk:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
-def test_what_is_stored_is_described_each_time_and_what_is_found_once(lookahead: int) -> None:
+def test_stored_chunks_are_described_each_time_and_found_ones_once(lookahead: int) -> None:
     desk, tokens = Desk(), prompt(1, 5 * CHUNK + 4)
     request: Any = Request(tokens)
     chain = chain_of(tokens, lookahead=lookahead)

@@ -74,7 +74,7 @@ def state(block: int = 544, mode: str = "align", **options: Any) -> Any:
     return MambaSpec(block, shapes=((2, 8),), dtypes=(torch.float32,), mamba_cache_mode=mode, **options)
 
 
-def test_of_a_state_the_last_is_needed_and_chunks_are_as_long_as_its_blocks() -> None:
+def test_a_state_group_needs_its_last_state_and_chunks_as_long_as_its_blocks() -> None:
     told = fitted(config(state(), state(), spec("FullAttentionSpec", 544)))
     assert told.chunk_tokens == 544
     assert told.groups == (GroupSpec(0, 1), GroupSpec(1, 1), GroupSpec(1, 1))
@@ -115,7 +115,7 @@ def test_chunks_are_whole_blocks_of_every_group_and_not_smaller_than_the_servers
         fitted(config(spec("FullAttentionSpec", 1 << 19), spec("FullAttentionSpec", 3)))
 
 
-def test_what_vllm_does_not_cache_by_prefix_is_left_out() -> None:
+def test_groups_that_vllm_does_not_cache_by_prefix_are_left_out() -> None:
     ring = spec("CircularBufferSpec", 64)
     groups = find_groups(config(ring, spec("FullAttentionSpec")))
     assert [group.number for group in groups] == [1]

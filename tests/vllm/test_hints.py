@@ -38,7 +38,7 @@ def accepted(*arguments: Any, **options: Any) -> Any:
     return hints
 
 
-def test_what_a_request_asks_for_is_named_after_its_session_or_itself() -> None:
+def test_leases_are_named_after_the_session_or_the_request() -> None:
     assert accepted() == ((), (), None, None)
     assert accepted({}) == ((), (), None, None)
     assert accepted({"store": False}) == ((), (), 0, None)
@@ -138,7 +138,7 @@ def test_two_leases_of_one_session_are_refused() -> None:
         ({"store": False}, None, 300, (0, None)),
     ],
 )  # fmt: skip
-def test_of_our_bounds_and_those_for_all_connectors_the_smaller_counts(
+def test_the_smaller_of_our_bounds_and_those_for_all_connectors_counts(
     ours: object, load: object, offload: object, bounds: tuple[int | None, int | None]
 ) -> None:
     hints = accepted(ours, beside={"max_load_tokens": load, "max_offload_tokens": offload, "remote_port": "x"})

@@ -89,7 +89,7 @@ def test_the_output_is_leased_too_where_it_is_stored() -> None:
         assert [each[2] for each in desk.sent()] == [4, chunks]
 
 
-def test_what_expires_is_leased_at_the_end_and_what_is_prefetched_at_the_beginning() -> None:
+def test_an_expiry_is_leased_when_a_request_ends_and_a_prefetch_when_it_arrives() -> None:
     desk = Desk()
     tracked = desk.arrive({"expire_s": 9}, [("prefetch", {"retain_s": 5, "session": "p"}), ("pin", {"session": "q"})])
     assert desk.sent() == [("p", "prefetch", 4, 5, 50)]

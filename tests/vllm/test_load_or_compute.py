@@ -15,7 +15,7 @@ from kvdepot.integrations.vllm.load_or_compute import LEAST_S, MARGIN, HitPart, 
 from kvdepot.integrations.vllm.messages import LaneTimes, WorkerReport
 from kvdepot.integrations.vllm.plan import GroupBlocks, GroupPlan, Piece, PlanRules
 from kvdepot.integrations.vllm.stats import PrefillSpeed
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import Depot, eventually
 from tests.vllm.by_hand import BLOCK, CHUNK, Engine, check, prompt
 from tests.vllm.conftest import StartByHand
 from tests.vllm.engines import nothing_is_held
@@ -146,7 +146,7 @@ def test_a_load_within_a_step_costs_the_model_what_it_copies() -> None:
     assert schedule(slow, request("beside it", 521), 512, in_step=True) == HitPart(4 * CHUNK, False)
 
 
-def test_what_ends_leaves_the_queue_of_the_model() -> None:
+def test_a_request_that_ends_leaves_the_queue_of_the_model() -> None:
     choice, gone = engine(0.02, 0.01), {name: request(name, 521) for name in ("aborted", "preempted", "computed")}
     for each in gone.values():
         schedule(choice, each, 0)
@@ -189,11 +189,6 @@ def test_lanes_that_were_slow_are_tried_again_by_one_request(plan: GroupPlan) ->
 
 
 @pytest.fixture
-def depot(start_depot: StartDepot) -> Depot:
-    return start_depot(arena_mib=64, chunk_size=CHUNK)
-
-
-@pytest.fixture
 def start(start_by_hand: StartByHand, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """Start an engine without loads in steps, behind one that has stored these prompts, with measured speeds."""
     monkeypatch.setattr("kvdepot.integrations.vllm.in_step._STEP_BYTES", 0)
@@ -215,13 +210,6 @@ def start(start_by_hand: StartByHand, monkeypatch: pytest.MonkeyPatch) -> Callab
     return begin
 
 
-def add(engine: Engine, name: str, tokens: list[int], **options: Any) -> Any:
-    """A request whose lookup is answered."""
-    half, made = engine.scheduler.connector._scheduler, engine.add(name, tokens, **options)
-    eventually(lambda: half._depot.client.pump() or half._depot._lookups[name].future.query())
-    return made
-
-
 def told(engine: Engine, request_id: str) -> dict[str, int]:
     """What the server has heard of a request's tokens."""
     client = engine.scheduler.connector._scheduler._depot.client
@@ -230,7 +218,7 @@ def told(engine: Engine, request_id: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("runner", ["0", "1"])
-def test_what_comes_sooner_is_computed_and_all_tokens_are_right(
+def test_tokens_that_come_sooner_by_computing_are_computed_and_all_are_right(
     runner: str, depot: Depot, start: Callable[..., Engine]
 ) -> None:
     tokens, other = prompt(11, 3 * CHUNK + 9), prompt(12, 3 * CHUNK + 9)
@@ -240,8 +228,8 @@ def test_what_comes_sooner_is_computed_and_all_tokens_are_right(
     needed = {"needed": 3 * CHUNK + 9, "found here": 3 * CHUNK}
     assert told(engine, "hit") == needed | {"computed as that was sooner": 3 * CHUNK}
     # Behind a request that computes 150 tokens, the lanes have the time for one chunk.
-    add(engine, "busy", prompt(13, 150 - 9), says=1)
-    part = add(engine, "in part", other)
+    engine.ask("busy", prompt(13, 150 - 9), says=1)
+    part = engine.ask("in part", other)
     engine.finish()
     check(part)
     assert engine.worker.begun["in part"] == [CHUNK]
@@ -254,7 +242,7 @@ def test_requests_of_one_step_queue_for_the_lanes_and_the_model(start: Callable[
     prompts = [prompt(20 + number, 3 * CHUNK + 9) for number in range(2)]
     engine = start(*prompts, chunk_s=0.08, compute_s=0.1)
     for number, tokens in enumerate(prompts):
-        add(engine, f"{number}", tokens)
+        engine.ask(f"{number}", tokens)
     engine.finish()
     assert [engine.worker.begun[f"{number}"] for number in range(2)] == [[3 * CHUNK], [0]]
 
@@ -264,16 +252,3 @@ def test_a_hit_that_is_to_be_proved_is_loaded_as_trust_decides(start: Callable[.
     engine = start(tokens, chunk_s=0.2, compute_s=0.1, runner="0", writer="another", **{"kvdepot.trust": "earned"})
     assert engine.run("unproven", tokens) == 2 * CHUNK
     assert told(engine, "unproven")["compared"] == CHUNK
-
-
-def test_a_preempted_request_is_weighed_again(start: Callable[..., Engine]) -> None:
-    tokens = prompt(40, 3 * CHUNK + 9)
-    engine = start(tokens, chunk_s=0.2, compute_s=0.1)
-    made = add(engine, "preempted", tokens, says=40)
-    while made.num_output_tokens < 4:
-        engine.step()
-    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    engine.scheduler.connector._scheduler._prefill._samples.extend(32 * [1.0])  # the model has become slow
-    engine.finish()
-    check(made)
-    assert engine.worker.begun["preempted"] == [0, 3 * CHUNK]

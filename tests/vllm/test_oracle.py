@@ -23,7 +23,6 @@ ALL: dict[str, Any] = {"enable_prefix_caching": True, "prefix_cache_retention_in
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {  # tokens per chunk; the engine's options
     "gqa": (256, ALL),
     "windows": (256, ALL | {"dtype": "float32"}),
-    "mistral": (256, ALL | {"dtype": "float32"}),
     "states": (640, ALL),
 }
 REQUESTS = 24

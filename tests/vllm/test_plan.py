@@ -65,7 +65,7 @@ def test_long_prompts_have_boundaries_on_the_way_as_far_apart_as_is_said() -> No
     assert covered(plan.to_store(tables, range(64), 64 * CHUNK + 1), 1) == set(range(64))
 
 
-def test_where_prompts_have_parted_before_there_is_a_boundary() -> None:
+def test_a_boundary_is_stored_where_earlier_prompts_have_parted() -> None:
     plan = GroupPlan([whole(), window(512)], CHUNK)
     tables = [table(0, 12 * CHUNK, 128), table(1, 12 * CHUNK, 128)]
     assert covered(plan.to_store(tables, range(12), 12 * CHUNK + 1, junction=5 * CHUNK + 130), 1) == {3, 4, 10, 11}
@@ -96,7 +96,7 @@ def offered(*chunks: int, table: int = 1, size: int = CHUNK) -> list[StateBlock]
     return [StateBlock(table, 900 + chunk, chunk * size) for chunk in chunks]
 
 
-def test_of_states_only_the_one_at_the_boundary_is_loaded() -> None:
+def test_only_the_state_at_the_boundary_is_loaded() -> None:
     plan = GroupPlan([whole(block=256), STATE], CHUNK)
     tables = [table(0, 4 * CHUNK, 256), [NULL_BLOCK] * 3 + [77]]
     assert plan.to_load(tables, 0, 4)[1] == Piece(1, 3, 4, [77])
@@ -183,7 +183,7 @@ def test_with_a_lookahead_a_prompt_of_whole_chunks_is_loaded_without_its_last() 
     assert [far.most_chunks(tokens) for tokens in (CHUNK + 2, CHUNK + 3)] == [0, 1]
 
 
-def test_what_drafters_compute_again_is_not_final() -> None:
+def test_positions_that_drafters_compute_again_are_not_final() -> None:
     assert GroupPlan([whole()], CHUNK).final_tokens(1000, 900) == 900
     assert GroupPlan([whole()], CHUNK, PlanRules(lookahead=1)).final_tokens(800, 900) == 800
     assert GroupPlan([whole()], CHUNK, PlanRules(lookahead=3)).final_tokens(800, 900) == 798

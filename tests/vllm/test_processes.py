@@ -34,40 +34,8 @@ YARN: dict[str, Any] = MLA | {
     },
 }  # fmt: skip
 """vLLM gives its rope another type as it builds the model."""
-LATENT: dict[str, Any] = {"max_num_batched_tokens": 4096}  # vLLM computes prompts of such models in one step
 STATES: dict[str, Any] = {"enable_prefix_caching": True, "num_gpu_blocks_override": 64}
 """vLLM fits the size of states and of blocks to each other as it builds the model."""
-FALCON: dict[str, Any] = {
-    "architectures": ["FalconForCausalLM"], "model_type": "falcon", "hidden_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True, "vocab_size": 1000, "bias": False,
-    "alibi": False, "parallel_attn": True, "torch_dtype": "bfloat16", "max_position_embeddings": 4096,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-"""How many layer norms it has is written into the configuration as the model is built."""
-
-
-def write_falcon(folder: Path) -> Path:
-    from safetensors.torch import save_file
-
-    hidden, heads, groups = (FALCON[name] for name in ("hidden_size", "num_attention_heads", "num_kv_heads"))
-    shapes: dict[str, tuple[int, ...]] = {"transformer.word_embeddings": (FALCON["vocab_size"], hidden)}
-    norms = {"transformer.ln_f": hidden}
-    for layer in range(FALCON["num_hidden_layers"]):
-        name = f"transformer.h.{layer}"
-        norms |= {f"{name}.ln_attn": hidden, f"{name}.ln_mlp": hidden}
-        shapes |= {
-            f"{name}.self_attention.query_key_value": ((heads + 2 * groups) * hidden // heads, hidden),
-            f"{name}.self_attention.dense": (hidden, hidden),
-            f"{name}.mlp.dense_h_to_4h": (4 * hidden, hidden),
-            f"{name}.mlp.dense_4h_to_h": (hidden, 4 * hidden),
-        }
-    weights = engines.draw(shapes, norms, FALCON)
-    weights |= {f"{name}.bias": weights[f"{name}.weight"].new_zeros(size) for name, size in norms.items()}
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(FALCON))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    engines._note_written()
-    return folder
 
 
 def shared_files(session: int) -> set[Path]:
@@ -81,36 +49,16 @@ def shared_files(session: int) -> set[Path]:
     return {path for path in used if path.parent == SHM and path.exists()}
 
 
-@pytest.mark.parametrize("kind", ["YaRN", "Falcon"])
 def test_a_model_that_vllm_completes_as_it_builds_it_gets_what_it_stored(
-    kind: str, vllm_depot: Depot, start_engine: StartEngine, tmp_path: Path
+    vllm_depot: Depot, start_engine: StartEngine, tmp_path: Path
 ) -> None:
-    model = engines.write_model(tmp_path / "model", YARN) if kind == "YaRN" else write_falcon(tmp_path / "model")
-    engine = start_engine(model, vllm_depot.url, **(LATENT if kind == "YaRN" else {})).wait_started()
+    model = engines.write_model(tmp_path / "model", YARN)
+    engine = start_engine(model, vllm_depot.url, max_num_batched_tokens=4096).wait_started()  # MLA: in one step
     tokens = prompt(801, 3 * 256 + 17)
     assert engine.run(tokens)["cached"] == 0
     same_as_own(engine, tokens, 3 * 256)
     engine.stop()
     eventually(lambda: nothing_is_held(vllm_depot.status()))
-
-
-def test_processes_that_vllm_spawns_agree_on_a_drafter(
-    vllm_depot: Depot, start_engine: StartEngine, tmp_path: Path
-) -> None:
-    """vLLM as it comes: EAGLE-3's configuration is completed from the target's as the drafter is built."""
-    target = engines.write_model(tmp_path / "target", drafters.TARGET)
-    head = drafters.write_drafter(tmp_path / "eagle3", "eagle3", drafters.TARGET)
-    options: dict[str, Any] = {
-        "speculative_config": {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3},
-        "dtype": "float32", "block_size": 32, "is_spawned": True,
-    }  # fmt: skip
-    engine = start_engine(target, vllm_depot.url, **options).wait_started()
-    tokens = [token % drafters.VOCABULARY for token in prompt(802, 3 * 256 + 17)]
-    before = vllm_depot.status()["chunks"]
-    assert engine.run(tokens)["cached"] == 0
-    eventually(lambda: vllm_depot.status()["chunks"] == before + 3)
-    same_as_own(engine, tokens, 3 * 256, exact=False)
-    engine.stop()
 
 
 @pytest.mark.parametrize("kind", ["states", "eagle3"])

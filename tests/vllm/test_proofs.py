@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kvdepot.integrations.vllm.phases import RequestPhase
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import Depot, eventually
 from tests.vllm.by_hand import BATCH, CHUNK, Engine, check, lose_server, prompt
 from tests.vllm.conftest import StartByHand
 from tests.vllm.engines import nothing_is_held
@@ -20,11 +20,6 @@ TOKENS = 3 * CHUNK + 9
 EARNED = {"kvdepot.trust": "earned"}
 equally = pytest.mark.parametrize("weights", [b"", b"others"], ids=["equal", "other weights"])
 ways = pytest.mark.parametrize("bytes_in_step", [0, 1 << 20], ids=["loaded before", "loaded in the step"])
-
-
-@pytest.fixture
-def depot(start_depot: StartDepot) -> Depot:
-    return start_depot(arena_mib=64, chunk_size=CHUNK)
 
 
 @pytest.fixture
@@ -51,13 +46,6 @@ def compared(depot: Depot) -> tuple[int, int]:
     return counters["compared_chunks"], counters["differing_chunks"]
 
 
-def add(engine: Engine, name: str, tokens: list[int], **options: Any) -> Any:
-    """A request whose lookup is answered."""
-    half, made = engine.scheduler.connector._scheduler, engine.add(name, tokens, **options)
-    eventually(lambda: half._depot.client.pump() or half._depot._lookups[name].future.query())
-    return made
-
-
 @ways
 def test_the_last_chunk_of_a_hit_is_computed_and_compared(
     depot: Depot, start: Callable[..., Engine], bytes_in_step: int
@@ -77,15 +65,15 @@ def test_the_last_chunk_of_a_hit_is_computed_and_compared(
 
 
 @ways
-def test_what_follows_from_a_wrong_load_is_never_heard(
+def test_tokens_that_follow_from_a_wrong_load_are_never_heard(
     depot: Depot, start: Callable[..., Engine], bytes_in_step: int
 ) -> None:
     tokens = prompt(3, TOKENS)
     engine = start(tokens, weights=b"others", bytes_in_step=bytes_in_step)
-    decoding = add(engine, "decoding", prompt(4, 40), says=60)
+    decoding = engine.ask("decoding", prompt(4, 40), says=60)
     while "decoding" not in engine.worker.begun:
         engine.step()
-    pair = [add(engine, name, tokens) for name in ("one", "two")]  # in one step, if they can be
+    pair = [engine.ask(name, tokens) for name in ("one", "two")]  # in one step, if they can be
     engine.finish()
     for each in (decoding, *pair):
         check(each)
@@ -101,8 +89,8 @@ def test_a_step_that_completes_no_chunk_takes_the_load_back(
 ) -> None:
     tokens, others = prompt(5, TOKENS), [prompt(60 + number, BATCH - CHUNK // 2) for number in range(2)]
     engine = start(tokens, weights=weights, bytes_in_step=bytes_in_step)
-    made = [add(engine, f"miss {number}", each) for number, each in enumerate(others)]
-    made.append(add(engine, "hit", tokens))
+    made = [engine.ask(f"miss {number}", each) for number, each in enumerate(others)]
+    made.append(engine.ask("hit", tokens))
     engine.finish()
     for each in made:
         check(each)
@@ -114,7 +102,7 @@ def test_a_step_that_completes_no_chunk_takes_the_load_back(
 
 
 @pytest.mark.parametrize("options", [{"steps": 2}, {"runner": "1"}], ids=["async scheduling", "runner V2"])
-def test_where_a_load_cannot_be_taken_back_everything_is_computed(
+def test_an_engine_that_cannot_take_a_load_back_computes_everything(
     depot: Depot, start_by_hand: StartByHand, options: dict[str, Any]
 ) -> None:
     tokens = prompt(7, TOKENS)
@@ -136,7 +124,7 @@ def test_an_abort_while_it_is_compared_leaves_nothing_wrong_behind(
 ) -> None:
     tokens = prompt(9, TOKENS)
     engine = start(tokens, weights=weights, bytes_in_step=bytes_in_step)
-    add(engine, "aborted", tokens)
+    engine.ask("aborted", tokens)
     while "aborted" not in engine.worker.begun:
         planned = engine.scheduler.schedule()
         output = engine.worker.step(planned)

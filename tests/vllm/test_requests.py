@@ -17,14 +17,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, StreamingUpdate
 
 from kvdepot.client.scheduler import SchedulerClient
-from kvdepot.errors import ConfigError
 from kvdepot.integrations.vllm.connector import KVDepotConnector
-from kvdepot.integrations.vllm.identity import refuse_unserved
 from kvdepot.integrations.vllm.messages import WorkerReport
 from kvdepot.integrations.vllm.phases import RequestPhase
 from kvdepot.integrations.vllm.requests import ChunkRules, RequestChunks, names_are_contents
@@ -125,36 +123,6 @@ def test_items_have_names_of_their_contents_unless_both_of_vllms_caches_are_off(
     assert names_are_contents(config)
 
 
-def test_engines_whose_kv_is_not_known_to_come_back_exactly_are_refused() -> None:
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
-    cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-    config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
-        model_config=SimpleNamespace(enable_sleep_mode=False, runner_type="generate"), weight_transfer_config=None,
-        speculative_config=None, num_prefill_lookahead_tokens=2,
-        cache_config=SimpleNamespace(use_replayssm=False, use_kda_recoverssm=False),
-    )  # fmt: skip
-    refuse_unserved(config, cache)
-    config.weight_transfer_config = object()
-    with pytest.raises(ConfigError, match="weight_transfer_config"):
-        refuse_unserved(config, cache)
-    config.weight_transfer_config = None
-    config.speculative_config = SimpleNamespace(method="eagle3")
-    refuse_unserved(config, cache)
-    state = MambaSpec(block_size=16, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align")
-    with pytest.raises(ConfigError, match="chained MTP modules with states"):
-        refuse_unserved(config, KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], state)]))
-    config.speculative_config = SimpleNamespace(method="dspark")
-    with pytest.raises(ConfigError, match="speculative decoding by dspark"):
-        refuse_unserved(config, cache)
-    config.speculative_config = None
-    config.parallel_config.decode_context_parallel_size = 2
-    refuse_unserved(config, cache)
-    config.parallel_config.prefill_context_parallel_size = 2
-    with pytest.raises(ConfigError, match="prefill context parallelism"):
-        refuse_unserved(config, cache)
-
-
 class Steps:
     """A scheduler's connector, and steps as vLLM builds and returns them."""
 
@@ -183,36 +151,6 @@ class Steps:
         self.connector.update_connector_output(
             KVConnectorOutput(kv_connector_worker_meta=report, invalid_block_ids=failed or set())
         )
-
-
-def test_stores_follow_their_steps_output_and_keep_a_finished_requests_blocks(
-    vllm_depot: Depot, start_steps: StartSteps
-) -> None:
-    steps = start_steps(vllm_depot.url)
-    connector = steps.connector
-    one = request(list(range(512)))
-    connector.on_new_request(one)
-    first = steps.build(512)
-    second = steps.build()  # ahead, as vLLM's async scheduling does
-    assert first.stores == second.stores == []
-    assert connector.request_finished(one, [1, 2, 3, 4]) == (True, None)  # aborted while the first runs
-    third = steps.build()
-    assert third.stores == [] and third.ended == set()
-    steps.back(first)
-    fourth = steps.build()
-    assert [store.request_id for store in fourth.stores] == ["r"] and fourth.ended == {"r"}
-    # A request that is preempted before its step is back loses its blocks, and stores nothing.
-    connector.on_new_request(one)
-    fifth = steps.build(512)
-    sixth = steps.build(preempted=True)
-    steps.back(fifth), steps.back(sixth)
-    assert steps.build().stores == []
-    # Nor does one that read a block which failed.
-    one.num_computed_tokens = 128
-    connector._scheduler._tracked["r"].read_tokens = None
-    seventh = steps.build(384)
-    steps.back(seventh, failed={1})
-    assert steps.build().stores == []
 
 
 def test_a_reset_makes_stores_void_that_are_under_way_and_forgets_what_came_too_late(

@@ -21,11 +21,6 @@ in_turn = pytest.mark.parametrize("steps", [1, 2])
 ways = pytest.mark.parametrize("bytes_in_step", [0, 1 << 20], ids=["loaded before", "loaded in the step"])
 
 
-@pytest.fixture
-def depot(start_depot: StartDepot) -> Depot:
-    return start_depot(arena_mib=64, chunk_size=CHUNK)
-
-
 def told(engine: Engine, name: str, tokens: list[int], **options: Any) -> Any:
     """What the response to a request says."""
     engine.add(name, tokens, **options)
@@ -100,7 +95,7 @@ def test_nothing_is_said_of_requests_that_never_met_the_depot(start_by_hand: Sta
     engine.finish()
 
 
-def test_of_two_depots_below_multi_connector_the_first_one_is_told(
+def test_the_first_of_two_depots_below_multi_connector_is_told(
     depot: Depot, start_depot: StartDepot, start_by_hand: StartByHand
 ) -> None:
     other = start_depot(arena_mib=64, chunk_size=CHUNK)

@@ -6,12 +6,14 @@ no wheel for processors.
 
 from __future__ import annotations
 
+import itertools
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvdepot.integrations.vllm import process
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
 from tests.tiers.servers import RedisServer, need
 from tests.vllm import drafters
@@ -26,60 +28,8 @@ def paths(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return {"target": target, "drafter": drafters.write_drafter(folder / "drafter", "eagle", drafters.TARGET)}
 
 
-@pytest.fixture
-def depot(start_depot: StartDepot) -> Depot:
-    return start_depot(arena_mib=64, chunk_size=CHUNK)
-
-
 in_turn = pytest.mark.parametrize("steps", [1, 2])
 """Whether steps are built ahead."""
-
-
-@in_turn
-def test_a_fresh_engine_loads_each_byte_as_the_step_that_wrote_it_left_it(
-    steps: int, depot: Depot, start_by_hand: StartByHand
-) -> None:
-    tokens = prompt(1, 5 * CHUNK + 9)
-    engine = start_by_hand(steps=steps)
-    assert engine.run("first", tokens, says=40) == 0
-    engine = start_by_hand(steps=steps)
-    assert not any(kv.any() for kv in engine.worker.kv.values())
-    assert engine.run("second", tokens, says=40) == 5 * CHUNK
-    eventually(lambda: nothing_is_held(depot.status()))
-
-
-@in_turn
-def test_a_hit_costs_a_busy_engine_no_step_but_the_one_in_which_it_loads(
-    steps: int, start_by_hand: StartByHand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvdepot.integrations.vllm.in_step._STEP_BYTES", 0)
-    tokens = prompt(11, 3 * CHUNK + 9)
-    start_by_hand(steps=steps).run("first", tokens)
-    engine = start_by_hand(steps=steps)
-    half, loads = engine.scheduler.connector._scheduler, engine.worker.connector._worker
-    forward = engine.worker._forward
-
-    def compute(planned: Any) -> Any:
-        """A step that takes longer than the loads that have begun."""
-        loads._depot.wait_any(HANG_S)
-        return forward(planned)
-
-    monkeypatch.setattr(engine.worker, "_forward", compute)
-    engine.add("decoding", prompt(12, 40), says=60)
-    while "decoding" not in engine.worker.begun:  # once its lookup is answered
-        engine.step()
-    taken = dict.fromkeys(("loaded", "its own"), 0)
-    for name in taken:
-        made = engine.add(name, tokens, says=2)
-        eventually(lambda name=name: half._depot.client.pump() or half._depot._lookups[name].future.query())
-        while name not in engine.worker.begun:
-            engine.step()
-            taken[name] += 1
-        while made.request_id in engine.scheduler.requests:
-            engine.step()
-        assert engine.worker.begun[name] == [3 * CHUNK]
-    assert taken["loaded"] == taken["its own"] + steps, "the load ends in the step that orders it"
-    engine.finish()
 
 
 @pytest.mark.faults
@@ -110,25 +60,6 @@ def test_a_deep_queue_loads_each_prompt_from_a_slow_tier_in_its_turn(
             eventually(lambda depot=depot: not depot.status()["tiers"][0]["queued_bytes"])
         found = depot.status()["counters"] | depot.status()["tiers"][0]["counters"]
     assert (found["loaded_chunks"], found["dropped_chunks"], found["shortened_lookups"]) == (1500, 0, 0)
-
-
-@in_turn
-def test_preempted_requests_store_no_wrong_byte_and_end_once(
-    steps: int, depot: Depot, start_by_hand: StartByHand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # On a busy machine, stores take longer than a step that preempts waits for them, and are void then.
-    monkeypatch.setattr("kvdepot.integrations.vllm.worker._PREEMPTION_S", HANG_S)
-    engine = start_by_hand(steps=steps, blocks=24, **{"kvdepot.save_decode": True})
-    prompts = {f"r{i}": prompt(10 + i, 3 * CHUNK + 5 + i) for i in range(3)}
-    made = [engine.add(name, tokens, says=130) for name, tokens in prompts.items()]
-    engine.finish()
-    assert sum(request.num_preemptions for request in made) > 0
-    for request in made:
-        check(request)
-    engine = start_by_hand(steps=steps)
-    for name, tokens in prompts.items():
-        assert engine.run(name, tokens) == 3 * CHUNK
-    eventually(lambda: nothing_is_held(depot.status()))
 
 
 @in_turn
@@ -200,7 +131,31 @@ def test_dummy_runs_captures_and_aborts_between_steps_leave_nothing_behind(
     eventually(lambda: nothing_is_held(depot.status()))
 
 
-@pytest.mark.parametrize(("runner", "drafter"), [("V1", False), ("V1", True), ("V2", False), ("V2", True)])
+def test_a_worker_that_disagrees_with_its_scheduler_stores_and_loads_nothing(
+    depot: Depot, start_by_hand: StartByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, identify, calls = prompt(9, 3 * CHUNK + 9), process.identify, itertools.count()
+    start_by_hand().run("stored", tokens)
+    before = depot.status()
+    assert before["divided_engines"] == 0
+
+    def divided(*arguments: Any) -> Any:
+        found = identify(*arguments)
+        return found._replace(namespace=f"{found.namespace[:-4]}beef") if next(calls) else found  # the worker's
+
+    monkeypatch.setattr(process, "identify", divided)
+    engine = start_by_hand()
+    for name in ("found", "again"):
+        assert engine.run(name, tokens) == 0
+        assert engine.scheduler.reset_prefix_cache()
+    after = depot.status()
+    assert after["counters"]["hit_chunks"] > before["counters"]["hit_chunks"], "the scheduler finds them"
+    for counter in ("stored_chunks", "known_chunks", "retrieved_chunks"):
+        assert after["counters"][counter] == before["counters"][counter], counter
+    assert after["divided_engines"] == 1
+
+
+@pytest.mark.parametrize(("runner", "drafter"), [("V1", True), ("V2", False), ("V2", True)])
 def test_in_a_real_engine_loads_preemptions_and_failures_change_no_token(
     runner: str, drafter: bool, depot: Depot, start_depot: StartDepot, paths: dict[str, Path],
     start_engine: StartEngine,

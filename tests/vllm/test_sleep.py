@@ -119,7 +119,7 @@ def test_no_copy_touches_a_sleeping_engine_and_loads_fill_what_it_wakes_with(
 
 
 def test_copies_under_way_when_an_engine_falls_asleep_never_count_as_done(
-    server: Depot, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    server: Depot, worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "_SLEEP_S", 0.2)
     worker.transfer("kept", [1, 2])
@@ -128,7 +128,9 @@ def test_copies_under_way_when_an_engine_falls_asleep_never_count_as_done(
     worker.transfer("kept", [3, 4], loads=True)
     worker.transfer("late", [5, 6])
     worker.sleep()
+    assert "the server has not heard that this engine sleeps" in caplog.text
     server.process.send_signal(18)  # SIGCONT
+    eventually(lambda: registered(server) == 0)
     worker.transfer("asleep", [1, 2])
     worker.transfer("kept", [5, 7], loads=True)
     failed, _ = worker.ended()
@@ -161,19 +163,6 @@ def test_a_restarted_server_knows_a_sleeping_engine_only_once_it_is_awake(
     worker.ended()
     worker.transfer("new", [3, 4], loads=True)
     assert worker.ended() == (set(), 0)
-
-
-def test_an_engine_falls_asleep_although_its_server_hangs_and_says_so(
-    server: Depot, worker: Worker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_SLEEP_S", 0.2)
-    suspend(server.process.pid)
-    worker.sleep()
-    assert "the server has not heard that this engine sleeps" in caplog.text
-    server.process.send_signal(18)  # SIGCONT
-    eventually(lambda: registered(server) == 0)
-    worker.connector.restore_kv_caches()
-    assert registered(server) == 1
 
 
 def test_an_engine_whose_copies_are_wrong_once_it_wakes_stores_and_loads_nothing(

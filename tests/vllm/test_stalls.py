@@ -6,7 +6,6 @@ H waits for an answer, L loads nearly all blocks, W is small: the shape of vLLM'
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvdepot.client.scheduler import Pending
-from tests.conftest import Depot, StartDepot, eventually
+from tests.conftest import Depot, eventually
 from tests.vllm.by_hand import CHUNK, Engine, check, prompt
 from tests.vllm.conftest import StartByHand
 from tests.vllm.engines import nothing_is_held
@@ -31,11 +30,6 @@ policies = pytest.mark.parametrize("policy", ["fcfs", "priority"])
 BESIDE = {
     "kv_connector": "LateConnector", "kv_connector_module_path": "tests.vllm.late_connector", "kv_role": "kv_both",
 }  # fmt: skip
-
-
-@pytest.fixture
-def depot(start_depot: StartDepot) -> Depot:
-    return start_depot(arena_mib=64, chunk_size=CHUNK)
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +49,7 @@ def start(start_by_hand: StartByHand) -> Callable[..., Engine]:
         for number, tokens in enumerate(stored):
             before.run(f"stored {number}", tokens)
         before.run("behind them", prompt(998, 20))
-        eventually(lambda: not before.scheduler.connector._scheduler.holds_blocks())
+        eventually(lambda: not before.scheduler.connector._scheduler.holds.is_any_held)
         engine = start_by_hand(**options)
         engine.run("first", prompt(999, 20))
         LateConnector.late.clear()
@@ -143,7 +137,7 @@ def test_no_load_takes_blocks_that_a_request_held_back_before_it_needs(
     names = late(engine)
     names.add("H")
     made = [engine.add("H", H), engine.add("L", L)]
-    eventually(lambda: half_of(engine)._depot.client.pump() or half_of(engine)._depot._lookups["L"].future.query())
+    engine.wait_answer("L")
     for _ in range(10):
         engine.step()
         assert not is_loading(made[1]) and not made[1].num_computed_tokens
@@ -152,44 +146,6 @@ def test_no_load_takes_blocks_that_a_request_held_back_before_it_needs(
     assert not is_loading(made[1])
     engine.finish()
     assert (engine.worker.begun["H"], engine.worker.begun["L"]) == ([10 * CHUNK], [24 * CHUNK])
-
-
-@pytest.mark.parametrize(("steps", "bytes_in_step"), [(1, 0), (2, 1 << 20)], ids=["loaded before", "or in the step"])
-@policies
-@shapes
-def test_requests_that_come_at_once_all_end_whatever_is_late(
-    shape: str, policy: str, steps: int, bytes_in_step: int, depot: Depot, start: Callable[..., Engine],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Many of each kind, in few blocks: they preempt each other, some are aborted, and chance decides the order."""
-    from vllm.v1.request import RequestStatus
-
-    monkeypatch.setattr("kvdepot.integrations.vllm.in_step._STEP_BYTES", bytes_in_step)
-    chance = random.Random(f"{shape} {policy} {steps} {bytes_in_step}")
-    stored = [prompt(10 + seed, CHUNK * chance.choice([1, 3, 9, 20]) + chance.randrange(CHUNK)) for seed in range(6)]
-    engine = start(*stored, policy=policy, steps=steps, **few_blocks(shape, steps))
-    names, made = late(engine), dict[str, Any]()
-    for number in range(40):
-        tokens = chance.choice(stored)[: chance.randrange(40, 1600)] + prompt(number, chance.randrange(1, 90))
-        name = f"r{number}"
-        if chance.random() < 0.4:
-            names.add(name)
-        made[name] = engine.add(name, tokens, says=chance.randrange(1, 90), priority=chance.randrange(3))
-        for _ in range(chance.choice([0, 0, 1, 5])):
-            engine.step()
-        if names and chance.random() < 0.5:
-            names.discard(chance.choice(sorted(names)))
-        if chance.random() < 0.1:
-            aborted = chance.choice(list(made))
-            engine.scheduler.finish_requests(aborted, RequestStatus.FINISHED_ABORTED)
-            del made[aborted]
-    while names:
-        engine.step()
-        names.pop()
-    engine.finish()
-    for each in made.values():
-        check(each)
-    eventually(lambda: nothing_is_held(depot.status()))
 
 
 def counts(engine: Engine) -> Counter[str]:

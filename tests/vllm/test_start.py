@@ -165,19 +165,6 @@ def small_shm(tmp_path: Path, size_mib: int, *mount: Path) -> Path:
     return python
 
 
-def test_an_engine_starts_beside_the_server_that_it_has_started_in_a_small_shm(
-    home: Shared, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("KVDEPOT_ARENA_GIB", raising=False)
-    python = str(small_shm(tmp_path, 300))  # vLLM wants 240 MiB of it for itself
-    engine = start_engine(models["gqa"], "", python=python, **settings(), num_gpu_blocks_override=64).wait_started()
-    tokens = prompt(46, 2 * 256 + 9)
-    cold = engine.run(tokens)
-    again = engine.run_fresh(tokens)
-    assert again["cached"] > 0 and output(again) == output(cold)
-    engine.stop()
-
-
 def test_an_engine_whose_own_server_does_not_fit_runs_uncached_and_says_why(
     home: Shared, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

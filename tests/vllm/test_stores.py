@@ -71,7 +71,7 @@ def test_dropped_stores_release_their_holds_and_sent_ones_do_not() -> None:
     assert [(store.request_id, store.group) for store in taken] == [("c", 0), ("c", 1)]
     stores.drop("c")  # a worker may be reading its blocks
     assert blocks.get_num_free_blocks() == free + 4
-    stores.clear()
+    stores.drop()
     assert blocks.get_num_free_blocks() == free + 6
     holds.ended({9: {0}})
     assert blocks.get_num_free_blocks() == 20

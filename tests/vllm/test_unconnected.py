@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from kvdepot.client.transfer import Transfer, pack_block_ids
 from kvdepot.errors import ConfigError, Unavailable
@@ -18,8 +18,8 @@ from kvdepot.integrations.vllm.settings import ServerPlace, read_settings
 from kvdepot.integrations.vllm.worker import WorkerHalf
 from kvdepot.keys import derive_root
 from tests.conftest import HANG_S, Depot, StartDepot, eventually
-from tests.vllm.conftest import StartEngine, StartSteps
-from tests.vllm.engines import output, prompt, write_lora
+from tests.vllm.conftest import StartSteps
+from tests.vllm.engines import write_lora
 from tests.vllm.test_requests import request
 
 
@@ -96,30 +96,18 @@ def test_a_reset_without_a_server_counts_when_one_comes(
     assert connector._scheduler._tracked["r"].prompt.chain.root != derive_root()
 
 
-def test_an_adapter_that_was_swapped_before_the_server_came_is_not_shared(
-    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine, tmp_path: Path
+def test_an_adapter_that_was_swapped_before_the_server_came_is_not_cached(
+    start_depot: StartDepot, start_steps: StartSteps, tmp_path: Path
 ) -> None:
-    """The folder above its folder was renamed, so that all files and links are old."""
-    write_lora(tmp_path / "current" / "adapter", 1), write_lora(tmp_path / "next" / "adapter", 2)
-    adapter, tokens = ("red", 1, str(tmp_path / "current" / "adapter")), prompt(11, 2 * 256 + 9)
-    url = f"ipc://{tmp_path}/late.sock"
-    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    one = start_engine(models["gqa"], url, **options).wait_started()
-    one.run(prompt(12, 300), lora=adapter)  # loads it
-    (tmp_path / "current").rename(tmp_path / "old"), (tmp_path / "next").rename(tmp_path / "current")
-    depot = start_depot(url=url)
-    one.tell("link")
-    old = one.run(tokens, lora=adapter)
-    assert one.run_fresh(tokens)["cached"] == 0 < one.run_fresh(tokens)["cached"], "other requests are cached"
-    stored = depot.status()["chunks"]
-    one.run_fresh(tokens, lora=adapter), one.stop()
-    assert depot.status()["chunks"] == stored == 2
-    eventually(lambda: time.time() > (tmp_path / "current").stat().st_ctime + 3)
-    two = start_engine(models["gqa"], url, **options).wait_started()
-    new = two.run(tokens, lora=adapter)
-    assert new["cached"] == 0 and output(new) != output(old)
-    assert two.run_fresh(tokens, lora=adapter)["cached"] == 512, "it is shared from its next start on"
-    two.stop()
+    adapter = write_lora(tmp_path / "adapter", 1)
+    connector = start_steps(f"ipc://{tmp_path}/late.sock").connector
+    lora = LoRARequest("red", 1, str(adapter))
+    connector.on_new_request(request(list(range(512)), lora_request=lora))  # workers load it
+    adapter.rename(tmp_path / "old"), write_lora(adapter, 2)
+    start_depot(url=f"ipc://{tmp_path}/late.sock")
+    assert connector._link._settled.wait(HANG_S)
+    connector.on_new_request(request(list(range(512)), lora_request=lora))
+    assert not connector._scheduler._tracked
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not NEWER, reason="needs two releases: make test
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla", "windows"])
-def test_what_a_release_stored_is_what_a_newer_one_computes(
+def test_a_newer_release_loads_chunks_that_equal_what_it_computes(
     kind: str, start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
 ) -> None:
     depot = start_depot(arena_mib=64)

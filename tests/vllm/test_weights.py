@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 from kvdepot.integrations.vllm.weights import NamedWeights, find_version
-from tests.conftest import Depot, eventually
+from tests.conftest import Depot
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import LLAMA, Engine, output, prompt, write_model
 
@@ -131,22 +131,3 @@ def test_engines_with_the_same_update_share_without_a_restart(
     assert one.run_fresh(tokens)["cached"] == CHUNKS * 256
     assert "weight version 'step-1' of run 'run-1'" in one.logged()
     one.stop(), two.stop()
-
-
-def test_data_parallel_replicas_share_after_a_trainers_update(
-    vllm_depot: Depot, start_engine: StartEngine, tmp_path: Path
-) -> None:
-    model, folder = write_model(tmp_path / "old", LLAMA), write_model(tmp_path / "new", LLAMA, seed=1)
-    options = {"dtype": "float32", "max_model_len": 2048, "extra": {"kvdepot.weights_run": "run-2"}}
-    replicas = {"is_async": True, "data_parallel_size": 2, "gpu_memory_utilization": 0.1}
-    engine = start_engine(model, vllm_depot.url, **options, **replicas).wait_started()
-    tokens = prompt(910, TOKENS)
-    old = engine.run(tokens, replica=0)
-    engine.tell("update", folder=str(folder), version="7")
-    before = vllm_depot.status()["chunks"]
-    new = engine.run(tokens, replica=0)
-    assert new["cached"] == 0 and output(new) != output(old)
-    eventually(lambda: vllm_depot.status()["chunks"] == before + CHUNKS)
-    loaded = engine.run(tokens, replica=1)
-    assert loaded["cached"] == CHUNKS * 256 and loaded["tokens"] == new["tokens"]
-    engine.stop()

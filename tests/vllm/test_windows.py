@@ -1,4 +1,4 @@
-"""Real vLLM engines on models with sliding windows or states; test_oracle.py and test_engine.py have what is common.
+"""Real vLLM engines on models with sliding windows; test_oracle.py and test_engine.py have what is common.
 
 Prompts end just past a chunk, as in test_engine.py. Steps have at most 1,024 tokens, so longer prompts are computed in
 several, and vLLM takes blocks that have left a window from its request between them.
@@ -6,14 +6,12 @@ several, and vLLM takes blocks that have left a window from its request between 
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import Depot, StartDepot, suspend
+from tests.conftest import Depot
 from tests.vllm import engines
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import output, prompt, same_as_own
@@ -39,97 +37,6 @@ def test_windows_that_are_no_whole_chunks_come_back_bit_for_bit(
     engine.run_fresh(tokens[: 7 * 256 + block + 3])
     from_both = engine.run(tokens)
     assert from_both["cached"] == 8 * 256 and output(from_both) == output(engine.run(tokens))
-    engine.stop()
-
-
-def test_prompts_that_part_resume_at_boundaries_without_blocks_used_again(
-    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
-) -> None:
-    """Without a prefix cache, the blocks that have just left a window are the first that the next step gets."""
-    depot = start_depot(arena_mib=128)
-    tokens = prompt(320, 8 * 256 + 17)
-    options: dict[str, Any] = {"extra": {"kvdepot.boundary_chunks": 4}, "max_model_len": 2304} | FLOAT32
-    storing = start_engine(models["windows"], depot.url, enable_prefix_caching=False, **options)
-    engine = start_engine(models["windows"], depot.url, role="kv_consumer", **options)
-    storing.wait_started().run(tokens)
-    storing.stop()
-    engine.wait_started()
-    stored = (0, 4, 8)
-    for chunks in range(8, 0, -1):
-        boundary = max(each for each in stored if each <= chunks)
-        parted = [*tokens[: chunks * 256], 5, 6, 7]
-        if chunks == boundary:
-            same_as_own(engine, parted, chunks * 256, exact=False)
-        else:
-            assert engine.run_fresh(parted)["cached"] == boundary * 256
-    engine.stop()
-
-
-def test_parts_in_the_middle_are_evicted_first_and_the_whole_prompt_still_hits(
-    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
-) -> None:
-    depot = start_depot(arena_mib=12)
-    engine = start_engine(models["windows"], depot.url, extra={"kvdepot.boundary_chunks": 1}, **FLOAT32).wait_started()
-    tokens, other = prompt(370, 8 * 256 + 17), prompt(371, 3 * 256 + 17)
-    cold = engine.run(tokens)  # 32 parts of 256 KiB
-    assert depot.status()["counters"].get("dropped_chunks", 0) == 0
-    warm = engine.run_fresh(tokens)
-    assert warm["cached"] == 8 * 256
-    engine.run_fresh(other)
-    engine.run_fresh(prompt(372, 3 * 256 + 17))
-    assert depot.status()["evicted_chunks"] > 0
-    again = engine.run_fresh(tokens)
-    assert again["cached"] == 8 * 256 and output(again) == output(warm)
-    parted = [*tokens[: 4 * 256], 5, 6, 7]
-    assert engine.run_fresh(parted)["cached"] < 4 * 256
-    assert engine.run_fresh(tokens)["tokens"] == cold["tokens"]
-    engine.stop()
-
-
-# -- states: blocks, and so chunks, have 640 tokens, as vLLM makes a page of attention as large as a state
-
-STATE_CHUNK = 640
-STATES: dict[str, Any] = {"enable_prefix_caching": True, "num_gpu_blocks_override": 64}
-
-
-def test_states_are_stored_at_the_ends_of_prompts_and_every_so_many_chunks(
-    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
-) -> None:
-    depot = start_depot(arena_mib=64)
-    engine = start_engine(
-        models["states"], depot.url, extra={"kvdepot.boundary_chunks": 2}, prefix_cache_retention_interval=None,
-        **STATES,
-    ).wait_started()  # fmt: skip
-    tokens = prompt(620, 5 * STATE_CHUNK + 17)
-    engine.run(tokens)
-    (model,) = depot.status()["namespaces"]
-    assert [group["chunks"] for group in model["groups"]] == [6, 4, 4, 4]  # with the tail of its end
-    assert [group["reach"] for group in model["groups"]] == [0, 1, 1, 1]
-    same_as_own(engine, [*tokens[: 4 * STATE_CHUNK], 5, 6, 7], 4 * STATE_CHUNK)
-    assert engine.run_fresh([*tokens[: 3 * STATE_CHUNK], 5, 6, 7])["cached"] == 2 * STATE_CHUNK
-    engine.stop()
-
-
-def test_states_are_not_used_again_before_they_are_stored(
-    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
-) -> None:
-    """The server stands still while the engine goes on, in so little space that it soon uses every free block."""
-    depot = start_depot(arena_mib=64)
-    engine = start_engine(
-        models["states"], depot.url, extra={"kvdepot.boundary_chunks": 1}, prefix_cache_retention_interval=None,
-        **STATES | {"num_gpu_blocks_override": 20},
-    ).wait_started()  # fmt: skip
-    tokens = prompt(650, 6 * STATE_CHUNK - 100)
-    engine.tell("add", request=engine.request(tokens))
-    suspend(depot.process.pid)
-    for _ in range(8):
-        engine.tell("step")
-    os.kill(depot.process.pid, signal.SIGCONT)
-    engine.tell("finish")
-    for chunks in range(1, 6):  # whichever of them could be stored
-        parted = [*tokens[: chunks * STATE_CHUNK], 5, 6, 7]
-        assert engine.run_fresh(parted)["tokens"] == engine.run_fresh(parted, salt=f"computed {chunks}")["tokens"]
-    same_as_own(engine, tokens, 5 * STATE_CHUNK)
     engine.stop()
 
 

@@ -274,7 +274,7 @@ class Engine(Processes):
     def _reset(self) -> None:
         scheduler, chance = self.hand.scheduler, self.world.chance
         self.hand.take(self.model.steps)  # as an engine that is paused first: what a step under way uses is not freed
-        preempts = chance(0.5) and not (self._half.holds_blocks() or scheduler.deferred_frees)
+        preempts = chance(0.5) and not (self._half.holds.is_any_held or scheduler.deferred_frees)
         running, tables = {made.request_id for made in scheduler.running}, scheduler.kv_cache_manager.get_block_ids
         preempts &= not any(any(tables(name)) for name in scheduler.requests if name not in running)  # vLLM would raise
         is_update = chance(0.3)
@@ -328,7 +328,7 @@ class Engine(Processes):
     def check_quiet(self) -> None:
         """Without requests, it holds nothing."""
         scheduler, half, deadline = self.hand.scheduler, self._half, self.world.now + LOADING_STILL_S
-        while self.hand.is_busy or scheduler.requests or half.holds_blocks():
+        while self.hand.is_busy or scheduler.requests or half.holds.is_any_held:
             assert self.world.now < deadline, f"{self.name} never frees the blocks of {[*scheduler.requests]}"
             self.hand.step()
             self.process.sleep(0.01)

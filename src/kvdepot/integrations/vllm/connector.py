@@ -184,12 +184,12 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Whether vLLM should try again rather than preempt a request: blocks that are being stored will be free."""
-        return self._scheduler.has_pending_block_frees()
+        return self._scheduler.holds.will_end_soon()
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM should go on with steps that compute nothing: only then do stores that hold blocks end, without
         which a paused engine cannot reset its caches."""
-        return self._scheduler.holds_blocks()
+        return self._scheduler.holds.is_any_held
 
     def on_new_request(self, request: Request) -> None:
         """Look the prompt up."""
@@ -216,7 +216,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """True if a worker may still be storing the request's blocks; it reports the id when it is done. And what the
-        request got from the depot, for its response (response.py)."""
+        request got from the depot, for its response (hints.py)."""
         return self._scheduler.request_finished(request, block_ids)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -30,9 +30,6 @@ class Descriptions:
         self._most = most
         self._described: OrderedDict[bytes, None] = OrderedDict()  # by key, most recent last
 
-    def __repr__(self) -> str:
-        return f"<Descriptions of {len(self._described)} chunks>"
-
     def ordered(self, request: Request, chain: ChunkChain, chunks: range) -> None:
         """Workers were ordered to store these chunks of a request."""
         if chain.root != ROOT:

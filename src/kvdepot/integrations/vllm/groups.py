@@ -85,13 +85,6 @@ class CacheGroup(NamedTuple):
             return GroupSpec(1, -(-window // self.block_tokens))
         return GroupSpec(-(-window // chunk_tokens), span)
 
-    def log_facts(self, fitted: GroupSpec) -> tuple[int, str, int, str]:
-        """Number, kind, layers, and what a prompt needs of it, for the log."""
-        needs = f"the last {fitted.reach} chunks" if fitted.reach else "all chunks"
-        if self.is_state:
-            needs = "the last state"
-        return self.number, self.kind, len(self.layers), needs
-
 
 def find_groups(kv_cache_config: KVCacheConfig, dcp_size: int = 1) -> list[CacheGroup]:
     """The groups that vLLM caches by prefix; groups that need all tokens come first.
@@ -141,19 +134,14 @@ def _measure(number: int, group: KVCacheGroupSpec, spec: KVCacheSpec) -> tuple[i
     if type(spec) is ChunkedLocalAttentionSpec:
         return 0, spec.attention_chunk_size, False
     if type(spec) is MambaSpec:
-        _check_state(number, group, spec)
-        return 0, 0, True
-    raise _refused(number, group, f"{type(spec).__name__} is not supported")
-
-
-def _check_state(number: int, group: KVCacheGroupSpec, spec: MambaSpec) -> None:
-    """Raise ConfigError unless vLLM keeps the state at the end of a block, and says where it is."""
-    if spec.mamba_cache_mode != "align":
-        raise _refused(
-            number, group,
+        if spec.mamba_cache_mode == "align":
+            return 0, 0, True
+        why = (
             f"its states are kept in the mode {spec.mamba_cache_mode!r}, and only those of 'align' are known to belong "
-            "to the end of a block: start with --enable-prefix-caching --mamba-cache-mode align",
-        )  # fmt: skip
+            "to the end of a block: start with --enable-prefix-caching --mamba-cache-mode align"
+        )
+        raise _refused(number, group, why)
+    raise _refused(number, group, f"{type(spec).__name__} is not supported")
 
 
 def _refused(number: int, group: KVCacheGroupSpec, reason: str) -> ConfigError:
@@ -166,7 +154,7 @@ def _refused(number: int, group: KVCacheGroupSpec, reason: str) -> ConfigError:
 def hit_alignment(kv_cache_config: KVCacheConfig, dcp_size: int = 1) -> int:
     """Every boundary at which vLLM accepts loaded KV is a multiple of this many tokens, of all groups' blocks.
 
-    dcp_size: as of `find_groups`.
+    dcp_size: ranks over which each block's tokens are spread.
     """
     groups = kv_cache_config.kv_cache_groups
     return math.lcm(*(_block_tokens(group.kv_cache_spec, dcp_size) for group in groups))

@@ -1,4 +1,4 @@
-"""Hints by which a request asks to keep, expire or remove its own chunks, or to store or load fewer.
+"""Hints by which a request asks to keep, expire or remove its own chunks, or to store or load fewer; and its result.
 
 Callers send hints in `kv_transfer_params` under the key `kvdepot`, or as actions of vLLM's `kv_hints`. Two keys beside
 `kvdepot` are read, too, as llm-d sends them to several connectors. This module parses all; leases.py carries out what
@@ -6,17 +6,24 @@ concerns leases. Keys and actions of other names belong to others and are left a
 
 Every sender of requests can send hints, so they are bounded (`Limits`), and a session belongs to the cache salt of
 its requests: no request can end or replace the lease of a session of another salt.
+
+What a request got from the depot comes back under the same key. vLLM puts what a connector returns when a request has
+finished into the `kv_transfer_params` of the request's output, and its server into those of an answer that is not
+streamed. Below MultiConnector, vLLM merges what several connectors return, and ends the engine if two of them return
+one key. A proxy of separate prefill and decode engines sends what the first engine returns to the second one, in place
+of what the client had sent. So the hints come back beside the result, with the bounds that stood beside them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from kvdepot.client.reuse import Reuse
 from kvdepot.errors import BadRequest
 from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL
@@ -53,7 +60,7 @@ class _Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store: bool = True
     load: bool = True
     max_load_tokens: _Tokens | None = None
-    # Results (response.py), which a proxy may send on with the hints: they ask for nothing.
+    # Results, which a proxy may send on with the hints: they ask for nothing.
     found: object = None
     loaded: object = None
     compared: object = None
@@ -67,28 +74,25 @@ class _Bounds(msgspec.Struct, frozen=True):
     max_offload_tokens: _Tokens | None = None
 
 
-class _TimedAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Payload of the actions `retain` and `prefetch`."""
-
-    retain_s: _Seconds
-    priority: _Priority = NORMAL
-    session: _Session | None = None
-
-
-class _PinAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Payload of the action `pin`."""
-
-    priority: _Priority = NORMAL
-    session: _Session | None = None
-
-
-class _ReleaseAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _ReleaseAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Payload of the action `release`."""
 
     session: _Session | None = None
 
 
-_ACTIONS: Mapping[str, type[_TimedAction | _PinAction | _ReleaseAction]] = {
+class _PinAction(_ReleaseAction, frozen=True, kw_only=True):
+    """Payload of the action `pin`: a lease without an end."""
+
+    priority: _Priority = NORMAL
+
+
+class _TimedAction(_PinAction, frozen=True, kw_only=True):
+    """Payload of the actions `retain` and `prefetch`."""
+
+    retain_s: _Seconds
+
+
+_ACTIONS: Mapping[str, type[_ReleaseAction]] = {
     "retain": _TimedAction,
     "prefetch": _TimedAction,
     "pin": _PinAction,
@@ -130,6 +134,9 @@ class Hints(NamedTuple):
 
 
 NO_HINTS = Hints()
+_TOLD = "_kvdepot_has_told"
+"""Attribute of vLLM's request: whether one of our connectors has returned its result."""
+ResponseParams: TypeAlias = dict[str, dict[str, object]]
 
 
 class Limits(NamedTuple):
@@ -152,9 +159,7 @@ def read_hints(request: Request, limits: Limits) -> tuple[Hints, str]:
     params = request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
     given, bounds = params.get(KEY), {name: params[name] for name in _Bounds.__struct_fields__ if name in params}
     envelope = getattr(request, "kv_hints", None)  # since vLLM 0.31
-    if given is None and envelope is None and not bounds:
-        return NO_HINTS, ""
-    hints = Hints()
+    hints = NO_HINTS
     try:
         if given is not None:
             hints = _of_params(_convert(given, _Params, f"kv_transfer_params.{KEY}"), request)
@@ -205,13 +210,14 @@ def _with_actions(hints: Hints, actions: Iterable[Any], request: Request) -> Hin
             continue
         if action.action_version != _VERSION:
             raise BadRequest(f"{what}: version {action.action_version!r:.40} is not {_VERSION!r}")
-        match _convert(action.payload, _ACTIONS[kind], what):
-            case _TimedAction() as timed:
-                leases.append(Hint(kind, _name(timed.session, request, what), timed.retain_s, timed.priority))
-            case _PinAction() as endless:
-                leases.append(Hint("retain", _name(endless.session, request, what), 0, endless.priority))
-            case _ReleaseAction() as named:
-                name = _name(named.session, request, what)
+        given = _convert(action.payload, _ACTIONS[kind], what)
+        name = _name(given.session, request, what)
+        match given:
+            case _TimedAction():
+                leases.append(Hint(kind, name, given.retain_s, given.priority))
+            case _PinAction():
+                leases.append(Hint("retain", name, 0, given.priority))
+            case _:
                 releases += [name, _expiring(name)]
     names = [lease.name for lease in leases] + releases
     if len(set(names)) < len(names):
@@ -223,9 +229,7 @@ def _name(session: str | None, request: Request, what: str) -> str:
     """The name of the lease: one per session and cache salt, which its next request replaces. Raises BadRequest."""
     name = request.request_id[:_MOST_NAME] if session is None else session
     if name.endswith(_EXPIRING):
-        raise BadRequest(
-            f"{what}: session {name!r} ends with {_EXPIRING}, as the names of leases of the kind expire do"
-        )
+        raise BadRequest(f"{what}: session {name!r} ends with {_EXPIRING}, as leases of the kind expire do")
     if _SALTED.fullmatch(name[-_SALT_HEX - 1 :]):
         raise BadRequest(f"{what}: session {name!r} ends as the names of leases of requests with a cache salt do")
     return f"{name}@{salt_tag(request.cache_salt).hex()[:_SALT_HEX]}" if request.cache_salt else name
@@ -234,3 +238,18 @@ def _name(session: str | None, request: Request, what: str) -> str:
 def _expiring(name: str) -> str:
     """The name of the lease of the kind `expire`: it exists beside the one that retains."""
     return name + _EXPIRING
+
+
+def response_params(request: Request, reuse: Reuse | None, read: Hints) -> ResponseParams | None:
+    """The params of a finished request's output. None: of one that was never scheduled with an answer of the depot, or
+    if another connector of ours, of another server, has returned its own. read: the request's hints, as understood."""
+    if reuse is None or hasattr(request, _TOLD):
+        return None
+    setattr(request, _TOLD, True)
+    params = request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
+    hints: dict[str, object] = dict(params[KEY]) if isinstance(params.get(KEY), dict) else {}
+    if "max_load_tokens" in params and read.most_loaded is not None:
+        hints["max_load_tokens"] = read.most_loaded
+    if read.most_stored == 0:
+        hints["store"] = False
+    return {KEY: {**hints, **msgspec.structs.asdict(reuse)}}

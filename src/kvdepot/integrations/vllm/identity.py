@@ -18,9 +18,9 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import vllm
 from blake3 import blake3
@@ -31,7 +31,7 @@ from kvdepot.errors import ConfigError
 from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.vllm.environment import describe_code, describe_environment, platform_facts
 from kvdepot.integrations.vllm.fields import describe_config
-from kvdepot.integrations.vllm.groups import CacheGroup, describe_groups, find_groups, holds_plain_numbers
+from kvdepot.integrations.vllm.groups import describe_groups, find_groups, holds_plain_numbers
 from kvdepot.integrations.vllm.trust import describe_facts
 from kvdepot.integrations.vllm.versions import (
     KV_FORMATS,
@@ -45,23 +45,39 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.model_names import name_model
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, LoadConfig, ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 log = init_logger(__name__)
 
 _WEIGHTS = {".bin", ".gguf", ".pt", ".pth", ".safetensors"}
 """Files beside a tokenizer that it does not consist of."""
-_NOTE = re.compile(r"-kvdepot-([0-9a-f]{32})-([0-9]+)-([0-9]+)(?:-([0-9a-f]{32}))?((?:-[0-9a-f]{16})*)")
+_NOTE = re.compile(r"-kvdepot-([0-9a-f]{32})-([0-9]+)-([0-9]+)-([0-9a-f]{32})((?:-[0-9a-f]{16})*)")
+
+
+class Note(NamedTuple):
+    """The facts that `note_facts` adds to a configuration, equal in all processes of an engine; without them, its
+    executor is not one of vLLM's.
+
+    digest: of the engine's description. since: the Unix time at which the engine had read no file yet; 0.0: not known.
+    token_bytes: the KV of a token on one rank, about; 0: not known. start: as of `_describe_start`. weights: the first
+    digits of the digests of weights that were there before any process loaded them; see `find_weights`.
+    """
+
+    digest: str = ""
+    since: float = 0.0
+    token_bytes: int = 0
+    start: str = ""
+    weights: tuple[str, ...] = ()
 
 
 def note_facts(vllm_config: VllmConfig) -> None:
     """Describe an engine, and note the digest in its configuration. Raises ConfigError for what cannot be described."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None, "only engines with our connector are described"
-    revision = next(
-        (found for extra in _extra_configs(transfer) if (found := extra.get("kvdepot.weights_revision"))), ""
-    )
+    extra = transfer.kv_connector_extra_config
+    below = [child.get("kv_connector_extra_config") or {} for child in extra.get("connectors", ())]  # MultiConnector's
+    revision = next(filter(None, (each.get("kvdepot.weights_revision") for each in (extra, *below))), "")
     name = _NOTE.sub("", vllm_config.instance_id)
     digest, since_ms = describe_engine(vllm_config, revision), int(1000 * loaded_since())
     token_bytes, start = _estimate_token_bytes(vllm_config), _describe_start(vllm_config)
@@ -69,16 +85,12 @@ def note_facts(vllm_config: VllmConfig) -> None:
     vllm_config.instance_id = f"{name}-kvdepot-{digest}-{since_ms}-{token_bytes}-{start}{weights}"
 
 
-def _noted_facts(vllm_config: VllmConfig) -> str:
-    """The digest that was noted; empty for a configuration whose executor is not one of vLLM's."""
+def read_note(vllm_config: VllmConfig) -> Note:
+    """The facts that `note_facts` has noted in a configuration."""
     found = _NOTE.search(vllm_config.instance_id)
-    return found[1] if found else ""
-
-
-def noted_token_bytes(vllm_config: VllmConfig) -> int:
-    """The KV of a token on one rank, about, equal in all processes of the engine; 0: not known."""
-    found = _NOTE.search(vllm_config.instance_id)
-    return int(found[3]) if found else 0
+    if found is None:
+        return Note()
+    return Note(found[1], int(found[2]) / 1000, int(found[3]), found[4], tuple(found[5].split("-")[1:]))
 
 
 def _estimate_token_bytes(vllm_config: VllmConfig) -> int:
@@ -97,18 +109,6 @@ def _estimate_token_bytes(vllm_config: VllmConfig) -> int:
         return 0
     ranks = parallel.pipeline_parallel_size * parallel.decode_context_parallel_size
     return int(numbers * item_bytes // ranks)
-
-
-def _noted_since(vllm_config: VllmConfig) -> float | None:
-    """The Unix time at which the engine had read no file yet, equal in all its processes; None if it was not noted."""
-    found = _NOTE.search(vllm_config.instance_id)
-    return int(found[2]) / 1000 if found else None
-
-
-def _noted_weights(vllm_config: VllmConfig) -> list[str]:
-    """The beginnings of the digests of weights that were there before any process loaded them; see `find_weights`."""
-    found = _NOTE.search(vllm_config.instance_id)
-    return found[5].split("-")[1:] if found else []
 
 
 def _digests(vllm_config: VllmConfig) -> list[str]:
@@ -135,20 +135,21 @@ def _describe_start(vllm_config: VllmConfig) -> str:
 def name_writer(vllm_config: VllmConfig, files: str) -> str:
     """The name under which an engine stores: a digest, and what people call it. Equal in all its processes.
 
-    Engines of one name compute the same as far as a host can know, as an engine does that is started again. files: as
-    of NamedEngine; if they are not known, or on several hosts, the name is of this start only.
+    Engines of one name compute the same as far as a host can know, as an engine does that is started again. files: a
+    digest of where the engine's files are on this host. If it is empty, or the engine is on several hosts, the name is
+    that of this start alone.
     """
-    noted, transfer = _NOTE.search(vllm_config.instance_id), vllm_config.kv_transfer_config
-    parallel = vllm_config.parallel_config
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     is_here = parallel.nnodes == 1 and parallel.distributed_executor_backend != "ray"
-    start = noted[4] if noted and files and is_here else ""
+    start = read_note(vllm_config).start if files and is_here else ""
     name = [start, files] if start else [vllm_config.instance_id, str(transfer and transfer.engine_id)]
     called = f"{Path(vllm_config.model_config.model).name} on {os.uname().nodename}"
     return f"{blake3(' '.join(name).encode()).hexdigest()[:32]} {called}"[: wire.MAX_CLIENT_NAME]
 
 
 def describe_engine(vllm_config: VllmConfig, revision: str) -> str:
-    """A digest of everything that is given before a model is built. revision: as of `describe_config`."""
+    """A digest of everything that is given before a model is built. revision: the user's name for this version of the
+    model; empty: none."""
     models = [model for model, _ in _models_of(vllm_config)]
     facts = {
         "config": describe_config(vllm_config, revision),
@@ -194,29 +195,12 @@ def _tokenizer(model: ModelConfig) -> list[str | None]:
     return [hasher.hexdigest()[:32]]
 
 
-def _extra_configs(transfer: KVTransferConfig) -> Iterator[dict[str, Any]]:
-    """The settings of our connectors, MultiConnector's children included."""
-    children = transfer.kv_connector_extra_config.get("connectors", ())
-    yield transfer.kv_connector_extra_config
-    yield from (child.get("kv_connector_extra_config") or {} for child in children)
-
-
 # -- the name
 
 _LOCAL_FORMATS = {
-    "auto",
-    "hf",
-    "safetensors",
-    "pt",
-    "npcache",
-    "mistral",
-    "fastsafetensors",
-    "instanttensor",
-    "dummy",
-    "runai_streamer",
-    "runai_streamer_sharded",
-    "sharded_state",
-}
+    "auto", "hf", "safetensors", "pt", "npcache", "mistral", "fastsafetensors", "instanttensor", "dummy",
+    "runai_streamer", "runai_streamer_sharded", "sharded_state",
+}  # fmt: skip
 """Load formats that read only the model's own folder."""
 _OLD_FORMATS = {"pt", "npcache"}
 """Local formats that read what the others leave aside where safetensors lie beside it."""
@@ -229,53 +213,35 @@ depends on the tokens up to it, or as many after it as vLLM's `num_prefill_looka
 
 def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise ConfigError for configurations whose KV would be cached wrongly or not at all."""
-    groups = find_groups(kv_cache_config)
-    parallel = vllm_config.parallel_config
-    if parallel.prefill_context_parallel_size > 1:
-        raise ConfigError(
-            "kvdepot does not support prefill context parallelism: vLLM does not say which of its ranks hold the KV of "
-            "a decoded token. Start with --prefill-context-parallel-size 1"
-        )
-    if vllm_config.model_config.enable_sleep_mode and not notifies_of_sleep():
-        raise ConfigError(
-            f"kvdepot does not support sleep mode with vLLM {installed_release()}: a sleeping engine frees its KV's "
-            "memory and wakes with other memory, and only vLLM 0.33 or newer notifies connectors. Start without "
-            "--enable-sleep-mode"
-        )
-    model = vllm_config.model_config
-    if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
-        raise ConfigError(
-            "kvdepot does not support pooling models that need every token of a prompt in one step (bidirectional "
-            "attention, pooling by MEAN, CLS or STEP), as vLLM's own prefix cache does not: start without kvdepot"
-        )
-    if vllm_config.weight_transfer_config is not None:
-        raise ConfigError(
-            "kvdepot does not support engines whose weights are replaced while they run (weight_transfer_config): it "
-            "is not notified, and would mix the KV of old and new weights"
-        )
-    cache = vllm_config.cache_config
-    if cache.use_replayssm or cache.use_kda_recoverssm:
-        raise ConfigError(
-            "kvdepot does not support states that are rebuilt from the last tokens: start without --use-replayssm and "
-            "--use-kda-recoverssm"
-        )
-    _refuse_speculation(vllm_config, groups)
-
-
-def _refuse_speculation(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -> None:
+    groups, model, cache = find_groups(kv_cache_config), vllm_config.model_config, vllm_config.cache_config
     speculative = vllm_config.speculative_config
-    if speculative is None:
-        return
-    if speculative.method not in _SPECULATION:
-        raise ConfigError(
-            f"kvdepot does not support speculative decoding by {speculative.method}: on which tokens the KV of its "
-            f"drafter depends is not known. Supported methods: {', '.join(sorted(_SPECULATION))}"
-        )
-    if lookahead_tokens(vllm_config) > 1 and any(group.is_state for group in groups):
-        raise ConfigError(
-            "kvdepot does not support chained MTP modules with states (Mamba, gated delta net): vLLM offers a state "
-            "before the KV of all modules is final. Start with fewer speculative tokens, or without kvdepot"
-        )
+    method = speculative and speculative.method
+    unserved = {
+        "prefill context parallelism: vLLM does not say which of its ranks hold the KV of a decoded token. Start with "
+        "--prefill-context-parallel-size 1": vllm_config.parallel_config.prefill_context_parallel_size > 1,
+        f"sleep mode with vLLM {installed_release()}: a sleeping engine frees its KV's memory and wakes with other "
+        "memory, and only vLLM 0.33 or newer notifies connectors. Start without --enable-sleep-mode": (
+            model.enable_sleep_mode and not notifies_of_sleep()
+        ),
+        "pooling models that need every token of a prompt in one step (bidirectional attention, pooling by MEAN, CLS "
+        "or STEP), as vLLM's own prefix cache does not: start without kvdepot": (
+            model.runner_type == "pooling" and not model.is_prefix_caching_supported
+        ),
+        "engines whose weights are replaced while they run (weight_transfer_config): it is not notified, and would mix "
+        "the KV of old and new weights": vllm_config.weight_transfer_config is not None,
+        "states that are rebuilt from the last tokens: start without --use-replayssm and --use-kda-recoverssm": (
+            cache.use_replayssm or cache.use_kda_recoverssm
+        ),
+        f"speculative decoding by {method}: on which tokens the KV of its drafter depends is not known. Supported "
+        f"methods: {', '.join(sorted(_SPECULATION))}": speculative is not None and method not in _SPECULATION,
+        "chained MTP modules with states (Mamba, gated delta net): vLLM offers a state before the KV of all modules is "
+        "final. Start with fewer speculative tokens, or without kvdepot": (
+            lookahead_tokens(vllm_config) > 1 and any(group.is_state for group in groups)
+        ),
+    }
+    for what, is_asked_for in unserved.items():
+        if is_asked_for:
+            raise ConfigError(f"kvdepot does not support {what}")
 
 
 class NamedEngine(NamedTuple):
@@ -295,7 +261,7 @@ def identify(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_re
     weights = [_weights_or_name(vllm_config, model, weights_revision) for model in _models_of(vllm_config)]
     facts = {
         "format": _format(kv_cache_config),
-        "engine": _noted_facts(vllm_config) or describe_engine(vllm_config, weights_revision),
+        "engine": read_note(vllm_config).digest or describe_engine(vllm_config, weights_revision),
         "platform": platform_facts(),
         "groups": describe_groups(kv_cache_config),
         "layout": vllm_config.cache_config.kv_cache_layout,  # vLLM settles it after `note_facts`
@@ -362,20 +328,17 @@ def _paths(model: ModelConfig, load: LoadConfig) -> list[tuple[str, str | None, 
 def _weights(vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig) -> tuple[list[str], list[str]]:
     """Facts that identify the version of a model's weights, and of the code and scales with them; and where they are on
     this host."""
-    since = _noted_since(vllm_config) or loaded_since()  # equal in all processes, or they would disagree
-    known, facts, places = _noted_weights(vllm_config), [], []
+    noted, facts, places = read_note(vllm_config), [], []
+    since = noted.since or loaded_since()  # equal in all processes, or they would disagree
     for path, revision, kinds in _paths(model, load):
-        found = find_weights(path, revision, load.download_dir, kinds, known)
+        found = find_weights(path, revision, load.download_dir, kinds, noted.weights)
         if found is None:
             raise _unknown(f"which version of {path} this is")
         facts.append(found.digest)
         places.append(found.place)
         if found.changed_at > since - SETTLED_S:
-            log.warning(
-                "kvdepot: %s changed while this engine was loading it, so its KV is shared with no other engine. "
-                "Restart the engine to share it",
-                path,
-            )
+            told = "kvdepot: %s changed while this engine was loading it, so its KV is shared with no other engine. %s"
+            log.warning(told, path, "Restart the engine to share it")
             transfer = vllm_config.kv_transfer_config
             facts.append(f"private to {vllm_config.instance_id} {transfer.engine_id if transfer else ''}")
     return facts, places

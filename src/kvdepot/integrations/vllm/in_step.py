@@ -91,7 +91,7 @@ class StepLoads:
 
     def has_room(self, found: Cached, first: int, end: int) -> bool:
         """Whether chunks `[first, end)` of what was found can be loaded within the step that is being scheduled, as far
-        as that can be said without a look at them."""
+        as that is known without reading them."""
         held, run = found.held, self.arena.run
         if held is None or not run or run != found.incarnation or first < held.first:
             return False

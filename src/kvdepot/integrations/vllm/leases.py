@@ -42,9 +42,6 @@ class RequestLeases:
         self._asked: deque[MessagingFuture[object]] = deque()  # in the order of their requests
         self._logged: set[str] = set()
 
-    def __repr__(self) -> str:
-        return f"<RequestLeases {len(self._asked)} unanswered, {len(self._removals)} releases waiting>"
-
     def read(self, request: Request) -> Hints:
         """The request's hints. Refused ones are logged and counted."""
         welcome = self._depot.client.welcome

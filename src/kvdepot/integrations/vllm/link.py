@@ -36,7 +36,7 @@ _PAUSE_S = 5.0
 _WATCH_S, _SEEK_S = 0.25, 0.1
 """Between looks at the connection: while there is one, and while there is none."""
 _LOST_S = 1.0
-"""A server that is back before that was not lost; requests wait that long for it (client/connection.py)."""
+"""A server that is back within this time was not lost: requests wait that long for it (client/connection.py)."""
 _END_S = 5.0
 
 

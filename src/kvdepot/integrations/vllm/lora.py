@@ -66,9 +66,6 @@ class Adapters:
         self._since = loaded_since() if since is None else since
         self._seen: OrderedDict[int, _Seen] = OrderedDict()
 
-    def __repr__(self) -> str:
-        return f"<Adapters {len(self._seen)} seen>"
-
     def parts(self, lora: LoRARequest) -> tuple[tuple[str, str], ...] | None:
         """The parts that name the adapter in the root of a request's chunks; None if its KV must not be cached.
 
@@ -100,10 +97,8 @@ class Adapters:
             found = find_weights(str(folder))
             if found is not None and max(found.changed_at, state.changed_at) < self._since - _MARGIN_S:
                 return _Seen(_fields(lora), state, (*name, ("lora files", found.digest)))
-        log.info(
-            "LoRA adapter %r is shared with no other engine: its files are newer than this one, or it is a hub name",
-            lora.lora_name,
-        )
+        told = "LoRA adapter %r is shared with no other engine: its files are newer than this one, or it is a hub name"
+        log.info(told, lora.lora_name)
         return _Seen(_fields(lora), state, (*name, ("lora private", secrets.token_hex(16))))
 
     def _compare(self, lora: LoRARequest, seen: _Seen) -> None:
@@ -118,9 +113,8 @@ class Adapters:
         seen.parts = None
         log.warning(
             "LoRA adapter %r is not cached until this engine is restarted: its files changed since they were first "
-            "seen, or its id stands for two adapters",
-            lora.lora_name,
-        )
+            "seen, or its id stands for two adapters", lora.lora_name,
+        )  # fmt: skip
 
 
 def _state_of(folder: Path | None) -> FolderState | None:
@@ -163,9 +157,6 @@ class Roots:
         has_both = vllm_config.lora_config is not None and bool(vllm_config.cache_config.enable_prefix_caching)
         self._owners: OrderedDict[tuple[Any, ...], _Parts | None] | None = OrderedDict() if has_both else None
 
-    def __repr__(self) -> str:
-        return f"<Roots {self.adapters!r}>"
-
     def root(self, request: Request) -> bytes | None:
         """Parent of the request's first chunk; None if it must not be cached.
 
@@ -197,9 +188,8 @@ class Roots:
             log.warning(
                 "requests with the LoRA adapter or cache salt %r are not cached until this engine is restarted: vLLM's "
                 "own prefix cache takes them for those with another adapter. Give each version of an adapter a name "
-                "and a folder of its own",
-                request.lora_request.lora_name if request.lora_request is not None else request.cache_salt,
-            )
+                "and a folder of its own", getattr(request.lora_request, "lora_name", request.cache_salt),
+            )  # fmt: skip
             owner = self._owners[key] = None
         self._owners.move_to_end(key)
         if len(self._owners) > _MOST_OWNERS:

@@ -23,8 +23,8 @@ or other items."""
 
 
 class Terms(NamedTuple):
-    """The terms on which a request computes what its lookup has found. first: tokens before it prove nothing, as they
-    are before the first image or other item of a prompt that is to prove these."""
+    """The terms on which a request computes what its lookup has found. first: the place of the first image or other
+    item, if the comparison is to prove prompts with items; tokens before that place prove nothing."""
 
     scope: Scope
     compare: CompareTerms

@@ -40,7 +40,7 @@ _LARGEST = 128
 """Whole numbers up to this are exact in every type of KV, 8-bit floats excepted, which round them alike."""
 
 
-def describe_groups(
+def describe_paged_kv(
     vllm_config: VllmConfig, groups: Sequence[CacheGroup], kv_caches: dict[str, torch.Tensor], num_blocks: int
 ) -> list[Layout]:
     """Describe the paged KV by KV cache group. num_blocks: that it has. Raises ConfigError, LayoutError."""
@@ -137,11 +137,8 @@ def _try_writing(name: str, layer: Any, dtype: torch.dtype) -> bytes:
     except Exception as exc:  # noqa: BLE001 - an engine must not fail by this
         log.warning(
             "kvdepot: cannot probe the block format of %s, so this engine shares KV only with engines of the same vLLM "
-            "release: %s: %s",
-            name,
-            type(exc).__name__,
-            exc,
-        )
+            "release: %s: %s", name, type(exc).__name__, exc,
+        )  # fmt: skip
         return installed_release().encode()
     return bytes(spare.flatten().view(torch.uint8).numpy())
 

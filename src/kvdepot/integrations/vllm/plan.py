@@ -65,10 +65,10 @@ class Piece(NamedTuple):
 class PlanRules(NamedTuple):
     """The ways in which an engine writes and offers blocks.
 
-    spacing: chunks between boundaries within a prompt; 0: the default. lookahead: as of `ChunkChain`. has_all_states:
-    whether vLLM offers the states of all steps, not only of those that it expects to be needed. holds_all: whether
-    vLLM may write to any group's blocks before it says that their request was preempted. has_drafts: whether steps
-    compute tokens that may be rejected.
+    spacing: chunks between boundaries within a prompt; 0: the default. lookahead: tokens after a position on which the
+    KV of a drafter there depends. has_all_states: whether vLLM offers the states of all steps, not only of those that
+    it expects to be needed. holds_all: whether vLLM may write to any group's blocks before it says that their request
+    was preempted. has_drafts: whether steps compute tokens that may be rejected.
     """
 
     spacing: int = 0
@@ -95,9 +95,6 @@ class GroupPlan:
             and not (rules.lookahead or rules.has_drafts)
         )
         """Whether a request can end, and another resume, within a chunk: its end is in the last block of each group."""
-
-    def __repr__(self) -> str:
-        return f"<GroupPlan {self._groups}>"
 
     def most_chunks(self, tokens: int) -> int:
         """The number of chunks of a prompt of this many tokens that may be loaded.
@@ -176,7 +173,8 @@ class GroupPlan:
         """
         first, end = chunks.start, chunks.stop
         last, junction = self.most_chunks(prompt_tokens), junction // self._chunk_tokens
-        at = {(state.table, state.tokens // self._chunk_tokens): state.block for state in states if self._ends(state)}
+        ends_of_chunks = [each for each in states if each.tokens > 0 and each.tokens % self._chunk_tokens == 0]
+        at = {(state.table, state.tokens // self._chunk_tokens): state.block for state in ends_of_chunks}
         # With a lookahead, the last state that vLLM keeps of a prompt is that one block before its last whole one.
         kept = last - (self._rules.lookahead > 0)
         resumed = {chunk for _, chunk in at if first < chunk <= end and self._is_due(first, chunk, kept)}
@@ -202,10 +200,6 @@ class GroupPlan:
         """Whether a hit can end within `reach` chunks from the start of this one. last: boundary of the prompt."""
         spacing = self._rules.spacing or max(self._spacing, _SPACING_REACHES * reach)
         return chunk + reach >= last or spacing - chunk % spacing <= reach
-
-    def _ends(self, state: StateBlock) -> bool:
-        """Whether a state is one at the end of a chunk."""
-        return state.tokens > 0 and state.tokens % self._chunk_tokens == 0
 
     def _is_due(self, first: int, chunk: int, last: int) -> bool:
         """Whether the states at the end of a step that began behind chunk `first` are stored."""

@@ -18,8 +18,8 @@ from kvdepot.client.worker import WorkerClient
 from kvdepot.errors import KVDepotError
 from kvdepot.integrations.vllm.events import Descriptions
 from kvdepot.integrations.vllm.groups import find_groups, fit_groups, hit_alignment, make_plan
-from kvdepot.integrations.vllm.identity import identify, name_writer, noted_token_bytes, refuse_unserved
-from kvdepot.integrations.vllm.paged_kv import describe_groups
+from kvdepot.integrations.vllm.identity import identify, name_writer, read_note, refuse_unserved
+from kvdepot.integrations.vllm.paged_kv import describe_paged_kv
 from kvdepot.integrations.vllm.plan import PlanRules
 from kvdepot.integrations.vllm.scheduler import ConnectedParts
 from kvdepot.integrations.vllm.settings import ConnectorSettings
@@ -60,12 +60,9 @@ class EngineProcess:
         is_bounded = any(group.is_bounded for group in self._groups)
         self.fails_whole = is_bounded or len(kv_cache_config.kv_cache_groups) > 1  # a load that fails in part
 
-    def __repr__(self) -> str:
-        return f"<EngineProcess {self._name} of {self.model}>"
-
     def describe_kv(self, kv_caches: dict[str, torch.Tensor]) -> list[Layout]:
         """A worker's paged KV by KV cache group. Raises ConfigError, LayoutError."""
-        return describe_groups(self._vllm_config, self._groups, kv_caches, self._kv_cache_config.num_blocks)
+        return describe_paged_kv(self._vllm_config, self._groups, kv_caches, self._kv_cache_config.num_blocks)
 
     def connect_scheduler(self, client: Client) -> ConnectedParts:
         """The values that the scheduler's half needs. Raises KVDepotError."""
@@ -80,7 +77,12 @@ class EngineProcess:
         )
         spec = self._fit(client)
         depot = SchedulerClient(client, spec, reports=True)
-        return ConnectedParts(depot, make_plan(self._groups, spec, rules), self._make_events(depot))
+        is_described = self._settings.events_topic and client.welcome.wants_tokens
+        if self._settings.events_topic and not is_described:
+            told = "kvdepot.events_topic is set, but the server at %s publishes no KV events: start it with --kv-events"
+            log.warning(told, client.server_url)
+        events = Descriptions(depot) if is_described else None
+        return ConnectedParts(depot, make_plan(self._groups, spec, rules), events)
 
     def connect_worker(
         self, layouts: Sequence[Layout], blocks: Sequence[BlockMemory], fault: str, client: Client
@@ -117,24 +119,16 @@ class EngineProcess:
             self._alignment,
         )  # fmt: skip
         for group, fitted in zip(self._groups, spec.groups, strict=False):
-            log.info("kvdepot: KV cache group %d: %s, %d layers, %s", *group.log_facts(fitted))
+            needs = f"the last {fitted.reach} chunks" if fitted.reach else "all chunks"
+            log.info(
+                "kvdepot: KV cache group %d: %s, %d layers, of which a prompt needs %s", group.number, group.kind,
+                len(group.layers), "the last state" if group.is_state else needs,
+            )  # fmt: skip
         return spec
 
     def _least_tokens(self, ranks: int) -> int:
         """The least tokens per chunk where the engine chooses. ranks: that store shards."""
         whole = sum(not group.is_bounded for group in self._groups)  # vLLM's groups have about as many layers each
-        token_bytes = noted_token_bytes(self._vllm_config) * whole // len(self._kv_cache_config.kv_cache_groups)
+        token_bytes = read_note(self._vllm_config).token_bytes * whole // len(self._kv_cache_config.kv_cache_groups)
         longest = self._vllm_config.model_config.max_model_len * ranks * len(self._groups)
         return free_chunk_tokens(token_bytes, longest)
-
-    def _make_events(self, depot: SchedulerClient) -> Descriptions | None:
-        """The descriptions by which the server publishes what this engine can load; None without a topic."""
-        if not self._settings.events_topic:
-            return None
-        if depot.client.welcome.wants_tokens:
-            return Descriptions(depot)
-        log.warning(
-            "kvdepot.events_topic is set, but the server at %s publishes no KV events: start it with --kv-events",
-            depot.client.server_url,
-        )
-        return None

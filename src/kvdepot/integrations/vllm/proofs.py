@@ -28,9 +28,6 @@ class Proofs:
         self._trust, self._holds, self._plan, self._chunk_tokens = trust, holds, plan, chunk_tokens
         self._under_way: list[Tracked] = []
 
-    def __repr__(self) -> str:
-        return f"<Proofs of {len(self._under_way)} loads>"
-
     def hide(self, tracked: Tracked, tables: Sequence[Sequence[int]]) -> None:
         """Let no other request read what a request has loaded, or computes on top of that, before it is proved: vLLM
         has just put all these blocks into its own prefix cache."""

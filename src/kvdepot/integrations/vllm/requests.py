@@ -41,7 +41,7 @@ class ChunkRules(NamedTuple):
     """The lengths and names by which an engine cuts prompts into chunks.
 
     names_contents: whether images and audio are named by their contents. If not, chunks end before the first one.
-    lookahead: as of `ChunkChain`.
+    lookahead: tokens behind a chunk that its hash includes, too.
     """
 
     chunk_tokens: int
@@ -57,9 +57,6 @@ class RequestChunks:
         self._rules = rules
         self._items: list[tuple[int, bytes]] = []  # hashed into the chain
         self.chain = ChunkChain(rules.chunk_tokens, root, rules.lookahead)
-
-    def __repr__(self) -> str:
-        return f"<RequestChunks {self._request.request_id} {len(self.chain)} chunks>"
 
     def hash(self) -> ChunkChain:
         """The chain of all tokens so far. Raises BadRequest for a bad token id, ValueError for an item's bad name."""
@@ -149,7 +146,7 @@ class Tracked:
     """Since when it is AWAITED and vLLM has a seat for it, by time.monotonic(); 0.0: not yet."""
     promise: Promise = NO_PROMISE
     load: RequestLoad | None = None
-    """The load of its phase."""
+    """The load while the request is LOADING, LOADED, COPYING or PROVING."""
     saved_chunks: int = 0
     """Chunks from the start that are in the depot or being stored."""
     tails: list[PromptEnd] = field(default_factory=list)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec.structs import replace
 from vllm.logger import init_logger
 
 from kvdepot.client import admin
@@ -20,6 +21,7 @@ from kvdepot.client.scheduler import LOOKUP_S, Cached, Pending, SchedulerClient
 from kvdepot.client.transfer import PromptChunks, Transfer
 from kvdepot.integrations.vllm.answers import Answers
 from kvdepot.integrations.vllm.events import Descriptions
+from kvdepot.integrations.vllm.hints import ResponseParams, response_params
 from kvdepot.integrations.vllm.in_step import StepLoad, StepLoads
 from kvdepot.integrations.vllm.leases import RequestLeases
 from kvdepot.integrations.vllm.load_or_compute import HitPart, LoadOrCompute
@@ -38,7 +40,6 @@ from kvdepot.integrations.vllm.requests import (
     Tracked,
     names_are_contents,
 )
-from kvdepot.integrations.vllm.response import ResponseParams, response_params
 from kvdepot.integrations.vllm.settings import ConnectorSettings
 from kvdepot.integrations.vllm.stalls import PATIENCE_S, Passes
 from kvdepot.integrations.vllm.stats import KVDepotStats, PrefillSpeed
@@ -91,7 +92,6 @@ class SchedulerHalf:
         self._ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size  # that load each chunk
         self._may_store = transfer.is_kv_producer
         self._may_load = transfer.is_kv_consumer
-        self._settings = settings
         mode = settings.save_decode if self._may_store else "off"
         self._answers = Answers(mode, self.stats.add, parallel.data_parallel_size)
         self._weights = NamedWeights(settings.weights_run, find_version() if settings.weights_run else str)
@@ -106,9 +106,9 @@ class SchedulerHalf:
         self._passes = Passes(vllm_config.scheduler_config)
         self._in_step = StepLoads(self._ranks)
         self._ending_later: list[tuple[int, str, Report]] = []  # sessions to end once the output of a step is back
-        self._holds = Holds(self._ranks)
-        self._waiting = WaitingStores(self._holds)
-        self._forget_again: tuple[int, wire.ForgetChunks] | None = None  # once this step's output is back
+        self.holds = Holds(self._ranks)
+        self._waiting = WaitingStores(self.holds)
+        self._forget_again: tuple[int, wire.Forget] | None = None  # once this step's output is back
         self._incarnation = b""  # of the server that `saved_chunks` refers to
         self._prefill = PrefillSpeed()
         self._choice = LoadOrCompute(self._prefill)
@@ -131,18 +131,12 @@ class SchedulerHalf:
         self._trust.connect(self._chunk_tokens, self._plan)
         self._passes.plan = self._plan
         self._choice.connect(self._plan, self._chunk_tokens)
-        self._proofs = Proofs(self._trust, self._holds, self._plan, self._chunk_tokens)
+        self._proofs = Proofs(self._trust, self.holds, self._plan, self._chunk_tokens)
         self._is_connected = True
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        self._holds.bind(pool)
+        self.holds.bind(pool)
         self._passes.pool = pool
-
-    def has_pending_block_frees(self) -> bool:
-        return self._holds.will_end_soon()
-
-    def holds_blocks(self) -> bool:
-        return self._holds.is_any_held
 
     # -- what is cached
 
@@ -202,14 +196,13 @@ class SchedulerHalf:
                 tracked.enter(RequestPhase.GIVEN_UP)
 
     def _submit_lookup(self, tracked: Tracked) -> None:
-        request = tracked.request
+        request, depot = tracked.request, self._depot
         chain = tracked.prompt.hash()
-        self._depot.forget_lookup(request.request_id)
-        self._depot.speed, tracked.waits_since = self._prefill.speed, 0.0
+        depot.forget_lookup(request.request_id)
         tracked.enter(RequestPhase.LOOKING)
-        self._depot.writers = bool(self._trust.name)
-        self._depot.place = self._passes.place(request)
-        self._depot.layout = self._in_step.arena.layout
+        tracked.waits_since = 0.0
+        depot.speed, depot.place = self._prefill.speed, self._passes.place(request)
+        depot.writers, depot.layout = bool(self._trust.name), self._in_step.arena.layout
         if self._may_load and not request.skip_reading_prefix_cache:
             most = self._most_chunks(tracked)
             hashes, salt = bytes(chain.hashes[: most * HASH_BYTES]), tracked.salt
@@ -217,9 +210,7 @@ class SchedulerHalf:
                 tracked.tails = self._tails.candidates(request, tracked.prompt, self._most_tokens(tracked))
             tails = tuple(wire.Tail(tail.chunks, tail.key) for tail in tracked.tails)
             tracked.has_pins = True  # before the lookup: if it fails half-way, it may have been sent
-            self._depot.submit(
-                request.request_id, PromptChunks(self._depot.spec, hashes, salt, True, tails), self._ranks
-            )
+            depot.submit(request.request_id, PromptChunks(depot.spec, hashes, salt, True, tails), self._ranks)
 
     def _most_tokens(self, tracked: Tracked) -> int:
         """The number of tokens of the request's prompt that may be loaded, with a tail."""
@@ -264,62 +255,64 @@ class SchedulerHalf:
                     self._submit_lookup(tracked)
                 except Exception as exc:  # noqa: BLE001 - see `_stop_caching`
                     self._stop_caching(request.request_id, exc)
-        most = min(len(tracked.prompt.chain), self._most_chunks(tracked))
-        reach = max(most * self._chunk_tokens, *(tail.tokens for tail in tracked.tails), 0)
+        most = min(len(tracked.prompt.chain), self._most_chunks(tracked)) * self._chunk_tokens
+        reach = max([most, *(tail.tokens for tail in tracked.tails)])
         wanted = request.num_tokens if tracked.hints.most_loaded is None else reach
-        missing, own = max(0, wanted - num_computed_tokens), min(num_computed_tokens, most * self._chunk_tokens)
+        missing, own = max(0, wanted - num_computed_tokens), min(num_computed_tokens, most)
         tracked.offered = wire.Asked(missing, 0, own) if tracked.phase in ASKING else None
         if tracked.phase not in ASKING or reach <= num_computed_tokens:
             return 0, False  # the depot cannot add anything: no need to wait for its answer
-        begun = time.monotonic()
+        found = self._await_answer(tracked, missing)
+        return (None, False) if found is None else self._offer(tracked, found, num_computed_tokens)
+
+    def _await_answer(self, tracked: Tracked, missing: int) -> Cached | None:
+        """Wait a moment for the answer to a request's lookup; None: it has not come. A lookup that failed is a miss."""
+        request_id, begun = tracked.request.request_id, time.monotonic()
         limit_s = self._passes.time_for_answer(tracked.phase is RequestPhase.LOOKING)
-        outcome = self._depot.wait_lookup(request.request_id, limit_s)
+        outcome = self._depot.wait_lookup(request_id, limit_s)
         self._passes.waited(time.monotonic() - begun)
-        if isinstance(outcome, Pending):
-            if tracked.phase is not RequestPhase.HURRIED:
-                tracked.enter(RequestPhase.AWAITED)
-            if self._passes.is_overdue(tracked, *self._times(missing)):  # once: a server that hangs gets no more time
-                tracked.enter(RequestPhase.HURRIED)
-                self._depot.hurry_lookup(request.request_id)
-            return None, False
-        tracked.enter(RequestPhase.FOUND)
-        found = cached = 0
-        promise = Promise(num_computed_tokens)
-        if isinstance(outcome, Cached):
-            tail = None if outcome.tail is None else tracked.tails[outcome.tail]
-            found = outcome.tokens if tail is None else tail.tokens
-            welcome = self._depot.client.welcome
-            has_waited = bool(tracked.waits_since and welcome.lookup_s)  # for tiers: a prefill on top costs too much
-            sampled = 0.0 if has_waited else welcome.verify_hits
-            cached, tracked.check, is_unproven = self._trust.divide(tracked, outcome, num_computed_tokens, sampled)
-            runs = outcome.writers
-            last = min((run.end for run in runs if run.end * self._chunk_tokens >= cached), default=0)
-            writers = tuple({run.writer for run in runs if run.end <= last})
-            promise = Promise(num_computed_tokens, tail, writers, is_unproven)
-        tracked.saved_chunks = cached // self._chunk_tokens
+        if not isinstance(outcome, Pending):
+            tracked.enter(RequestPhase.FOUND)
+            return outcome if isinstance(outcome, Cached) else Cached(0)
+        if tracked.phase is not RequestPhase.HURRIED:
+            tracked.enter(RequestPhase.AWAITED)
+        if self._passes.is_overdue(tracked, *self._times(missing)):  # once: a server that hangs gets no more time
+            tracked.enter(RequestPhase.HURRIED)
+            self._depot.hurry_lookup(request_id)
+        return None
+
+    def _offer(self, tracked: Tracked, found: Cached, own: int) -> tuple[int | None, bool]:
+        """Decide how many of the tokens that a lookup has found are loaded, and tell vLLM so. own: tokens from the
+        prompt's start that the engine's own cache has."""
+        request, client, size = tracked.request, self._depot.client, self._chunk_tokens
+        tail = None if found.tail is None else tracked.tails[found.tail]
+        in_depot = found.tokens if tail is None else tail.tokens
+        # A request that has waited for a tier must not pay for a prefill, too.
+        sampled = 0.0 if tracked.waits_since and client.welcome.lookup_s else client.welcome.verify_hits
+        allowed, tracked.check, is_unproven = self._trust.divide(tracked, found, in_depot, own, sampled)
+        tracked.saved_chunks = allowed // size
         if self._events is not None:
-            self._events.found(request, tracked.prompt.chain, found // self._chunk_tokens)
-        first, end = num_computed_tokens // self._chunk_tokens, cached // self._chunk_tokens
-        is_close = isinstance(outcome, Cached) and self._in_step.has_room(outcome, first, end)
-        load = HitPart(cached, is_close and self._depot.client.is_welcomed)
-        if not promise.is_unproven:  # else trust needs just that
-            load = self._choice.choose(request, num_computed_tokens, load)
-        promise = tracked.promise = promise._replace(tail=promise.tail if load.tokens == found else None)
-        ends = found, cached, load.tokens
-        in_depot, trusted, new_tokens = (max(0, min(end, request.num_tokens) - num_computed_tokens) for end in ends)
-        tracked.offered = wire.Asked(missing, in_depot, own, in_depot - trusted, trusted - new_tokens)
+            self._events.found(request, tracked.prompt.chain, in_depot // size)
+        is_close = client.is_welcomed and self._in_step.has_room(found, own // size, allowed // size)
+        load = HitPart(allowed, is_close)
+        if not is_unproven:  # else all of it is needed for the proof
+            load = self._choice.choose(request, own, load)
+        ends = in_depot, allowed, load.tokens
+        in_depot, trusted, new = (max(0, min(end, request.num_tokens) - own) for end in ends)
+        assert tracked.offered is not None
+        tracked.offered = replace(tracked.offered, found=in_depot, compared=in_depot - trusted, computed=trusted - new)
         log.debug(
             "request %s: %d tokens in the depot, of which %d may be loaded and %d are, %d in vLLM's own cache, of %d",
-            request.request_id, found, cached, load.tokens, num_computed_tokens, request.num_tokens,
+            request.request_id, *ends, own, request.num_tokens,
         )  # fmt: skip
-        if not new_tokens:
+        tail = tail if load.tokens == ends[0] else None
+        tracked.promise = promise = Promise(own, tail, _writers(found.writers, allowed, size), is_unproven)
+        if not new:
             return 0, False
-        end = load.tokens // self._chunk_tokens
-        assert isinstance(outcome, Cached)
-        if not (load.in_step and self._in_step.promise(outcome, first, end)):
-            return (new_tokens, True) if self._passes.may_load(request, load.tokens) else (None, False)
-        tracked.promise = promise._replace(held=outcome.held)
-        return min(new_tokens, request.num_tokens - 1 - num_computed_tokens), False  # vLLM computes a token at least
+        if not (load.in_step and self._in_step.promise(found, own // size, load.tokens // size)):
+            return (new, True) if self._passes.may_load(request, load.tokens) else (None, False)
+        tracked.promise = promise._replace(held=found.held)
+        return min(new, request.num_tokens - 1 - own), False  # vLLM computes a token at least
 
     def _times(self, missing: int) -> tuple[float, float]:
         """The seconds that the server may take for a lookup, and those in which the engine computes the missing tokens;
@@ -525,7 +518,7 @@ class SchedulerHalf:
         stores = [tracked.transfer(piece) for piece in pieces]
         block_ids, read = self._plan.split(tables, tracked.read_tokens, chunks.stop)
         held = self._plan.held(pieces)
-        if not self._holds.hold(held):
+        if not self.holds.hold(held):
             stores, held = [store for store in stores if not self._plan.is_held(store.group)], []
         tracked.saved_chunks = chunks.stop
         if not stores:
@@ -560,7 +553,7 @@ class SchedulerHalf:
         sent = connector_output.finished_sending or ()
         self._closing.difference_update(sent)
         self._leases.stores_ended(sent)
-        self._holds.ended(report.ended)
+        self.holds.ended(report.ended)
         if report.fault and not self._is_faulty:
             self._is_faulty = True
             self._void_stores(None)  # other ranks must not store their part of a chunk
@@ -706,7 +699,7 @@ class SchedulerHalf:
         """Void the stores under way, and forget once more what may arrive still. None: what was to be forgotten."""
         for request_id in self._tracked:
             self._uncache(request_id)  # its blocks may be from before and after
-        self._waiting.clear()
+        self._waiting.drop()
         if self._tracked or self._closing or self._ended_step < self._step:
             self._next.void = True
             if forget is not None:
@@ -715,3 +708,9 @@ class SchedulerHalf:
     def shutdown(self) -> None:
         self._in_step.close()
         self._depot.close()
+
+
+def _writers(runs: Iterable[wire.WriterRun], tokens: int, chunk_tokens: int) -> tuple[str, ...]:
+    """The writers of the chunks that have the first `tokens` of a prompt."""
+    last = min((run.end for run in runs if run.end * chunk_tokens >= tokens), default=0)
+    return tuple({run.writer for run in runs if run.end <= last})

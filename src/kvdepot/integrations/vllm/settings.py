@@ -18,8 +18,7 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from blake3 import blake3
 
@@ -37,25 +36,22 @@ from kvdepot.errors import (
 )
 from kvdepot.protocol.addresses import fault_of_endpoint
 from kvdepot.protocol.wire import MAX_TOPIC
+from kvdepot.values import suggestion
 
 log = logging.getLogger(__name__)
 
 _PREFIX = "kvdepot."
 _EMBEDDED = "embedded"
 """The value in place of a URL with which the engine has a server of its own."""
-_STARTS = ("auto", "never")
-_SAVES = ("auto", "on", "off")
-_TRUSTS = ("earned", "given")
-_POLICIES = ("recompute", "fail")
 
 
 @dataclass(frozen=True)
 class ConnectorSettings:
     """Our keys of `kv_connector_extra_config`, without their prefix `kvdepot.`.
 
-    - url, start, required: see above; an empty url stands for the default endpoint
+    - url, start, required: see the table above; an empty url stands for the default endpoint
     - key: this client's key file, if the server requires one; empty: the client's default (`KVDEPOT_KEY`)
-    - save_decode: whether decoded chunks are stored, too: auto (answers.py), on or off; also true and false
+    - save_decode: whether decoded chunks are stored, too; auto: as answers.py decides; also true and false
     - weights_revision: a name for weights that their path does not identify
     - weights_run: a name for the run of a trainer whose weight versions this engine gets (weights.py); empty: none
     - boundary_chunks: how far apart prompts of models with sliding windows or states can be resumed (plan.py), in
@@ -67,16 +63,16 @@ class ConnectorSettings:
     """
 
     url: str = ""
-    start: str = "auto"
+    start: Literal["auto", "never"] = "auto"
     required: bool = False
     key: str = ""
-    save_decode: str = "auto"
+    save_decode: Literal["auto", "on", "off"] = "auto"
     weights_revision: str = ""
     weights_run: str = ""
     boundary_chunks: int = 0
     events_topic: str = ""
-    trust: str = "earned"
-    load_failure_policy: str = "recompute"
+    trust: Literal["earned", "given"] = "earned"
+    load_failure_policy: Literal["recompute", "fail"] = "recompute"
 
     @property
     def is_embedded(self) -> bool:
@@ -97,10 +93,13 @@ def read_settings(extra: dict[str, Any]) -> ConnectorSettings:
         if dot and prefix.lower() != "kvdepot":
             continue
         if prefix + dot != _PREFIX or name not in known:
-            raise ConfigError(f"{key} is not a kvdepot setting; {_suggestion(key, value, list(known))}")
+            raise ConfigError(f"{key} is not a kvdepot setting; {_meant(key, value, list(known))}")
         if name == "save_decode" and isinstance(value, bool):
             value = "on" if value else "off"
-        if type(value) is not known[name]:  # True is an int
+        words = get_args(known[name])
+        if words and value not in words:
+            raise ConfigError(f"{key} is {value!r}, not one of {', '.join(words)}")
+        if not words and type(value) is not known[name]:  # True is an int
             raise ConfigError(f"{key} is {value!r}, not of type {known[name].__name__}")
         given[name] = value
     if given.get("boundary_chunks", 0) < 0:
@@ -110,10 +109,6 @@ def read_settings(extra: dict[str, Any]) -> ConnectorSettings:
         raise ConfigError(f"{_PREFIX}events_topic is longer than {MAX_TOPIC} bytes")
     if settings.url not in ("", _EMBEDDED) and (fault := fault_of_endpoint(settings.url)):
         raise ConfigError(f"{_PREFIX}url: {fault}, or {_EMBEDDED}")
-    known_words = {"start": _STARTS, "save_decode": _SAVES, "trust": _TRUSTS, "load_failure_policy": _POLICIES}
-    for name, words in known_words.items():
-        if (given_word := getattr(settings, name)) not in words:
-            raise ConfigError(f"{_PREFIX}{name} is {given_word!r}, not one of {', '.join(words)}")
     return settings
 
 
@@ -122,7 +117,7 @@ def foreign_settings(extra: Iterable[str]) -> list[str]:
     return [key for key in extra if "." in key and not key.lower().startswith(_PREFIX)]
 
 
-def _suggestion(key: str, value: object, known: list[str]) -> str:
+def _meant(key: str, value: object, known: list[str]) -> str:
     """The setting that the user may have meant by an unknown key, and whose it is."""
     name = re.sub(r"^kvdepot\W?_?", "", key.lower()).replace("-", "_")
     if name in Config.__struct_fields__ and name not in known:
@@ -130,8 +125,8 @@ def _suggestion(key: str, value: object, known: list[str]) -> str:
         return f"it is the server's: set it in {place}"
     if isinstance(value, dict):
         return f'write each setting with its prefix, such as "{_PREFIX}save_decode": "on"'
-    close = get_close_matches(name, known, n=1)
-    meant = f"did you mean {_PREFIX}{close[0]}? " if close else ""
+    close = suggestion(name, known)
+    meant = f"did you mean {_PREFIX}{close}? " if close else ""
     return f"{meant}valid settings: {', '.join(_PREFIX + each for each in known)}"
 
 
@@ -211,24 +206,16 @@ def find_place(settings: ConnectorSettings, engine_id: str) -> ServerPlace:
         url = f"{folder}/engine-{_own_name(engine_id)}.sock"
         return ServerPlace(url, settings.key, settings.required, engine_id)
     place = ServerPlace(settings.url or default_url(), settings.key, settings.required, engine_id)
-    if not (settings.url or url_in_environment()) and settings.start == "auto":
-        place.server = Shared(place.url)
-        if not place.server.has_failed_for(engine_id):  # otherwise `ServerPlace.fault` says why
-            _start(place)
-    return place
-
-
-def _start(place: ServerPlace) -> None:
-    assert isinstance(place.server, Shared)
+    if settings.url or url_in_environment() or settings.start == "never":
+        return place
+    place.server = server = Shared(place.url)
     try:
-        if place.server.start(place.engine):
-            log.info(
-                "kvdepot: started `kvdepot serve` at %s for all engines of this user; its log: %s", place.url,
-                place.server.log,
-            )  # fmt: skip
-        place.error = ""
+        if not server.has_failed_for(engine_id) and server.start(engine_id):  # `ServerPlace.fault` says why it has
+            told = "kvdepot: started `kvdepot serve` at %s for all engines of this user; its log: %s"
+            log.info(told, place.url, server.log)
     except Unavailable as exc:
         place.error = str(exc)
+    return place
 
 
 def _own_name(engine_id: str) -> str:

@@ -136,8 +136,8 @@ class Passes:
         self._held_blocks += self._need(request)
 
     def place(self, request: Request) -> int:
-        """The place of a request in vLLM's queue, as of wire.Lookup: the lowest is scheduled first. In equal places it
-        is the earlier one; but vLLM puts those that it preempts before others."""
+        """The place of a request in vLLM's queue: the request with the lowest place is scheduled first, and of those
+        with equal places the earlier one. vLLM puts a preempted request before others of its priority."""
         turn = 2 * request.priority if self._config.policy == "priority" else 0
         return int(max(-_MOST_PLACE, min(turn - (request.num_preemptions > 0), _MOST_PLACE)))
 
@@ -176,7 +176,7 @@ class Passes:
         self._seats = max(1, self._config.max_num_seqs - len(scheduled))
 
     def _need(self, request: Request, loaded_tokens: int = 0) -> int:
-        """The most blocks that a request has at a time. loaded_tokens: from its start, also those of vLLM's cache."""
+        """The most blocks that a request has at a time. loaded_tokens: those at its start, not computed."""
         if self.plan is None:
             return 0
         tokens: int = request.num_tokens

@@ -197,23 +197,12 @@ class WaitingStores:
         self._holds.send(step, [block for waiting in ready for block in waiting.held])
         return ready
 
-    def drop(self, request_id: str) -> None:
-        """Drop a request's stores: its blocks were reused, or must not be trusted."""
-        self._waiting = self._without(request_id, self._waiting)
-        self._ready = self._without(request_id, self._ready)
-
-    def _without(self, request_id: str, stores: list[WaitingStore]) -> list[WaitingStore]:
-        for waiting in stores:
-            if waiting.request_id == request_id:
-                self._holds.release(waiting.held)
-        return [waiting for waiting in stores if waiting.request_id != request_id]
+    def drop(self, request_id: str | None = None) -> None:
+        """Drop a request's stores, or all: their blocks were reused, or must not be trusted."""
+        for stores in (self._waiting, self._ready):
+            for dropped in [each for each in stores if request_id in (None, each.request_id)]:
+                self._holds.release(dropped.held)
+                stores.remove(dropped)
 
     def waits(self, request_id: str) -> bool:
         return any(waiting.request_id == request_id for waiting in self._waiting)
-
-    def clear(self) -> None:
-        """Drop all stores."""
-        for waiting in (*self._waiting, *self._ready):
-            self._holds.release(waiting.held)
-        self._waiting.clear()
-        self._ready.clear()

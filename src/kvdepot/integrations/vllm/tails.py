@@ -33,9 +33,6 @@ class Tails:
         self._chunk_tokens = chunk_tokens
         self._ends: dict[bytes, list[int]] = {}  # tokens from the prompt's start, by the hash of the chunk before
 
-    def __repr__(self) -> str:
-        return f"<Tails behind {len(self._ends)} chunks>"
-
     def candidates(self, request: Request, prompt: RequestChunks, most: int) -> list[PromptEnd]:
         """The tails that may be stored of a hashed prompt's first `most` tokens, the longest first."""
         chain, ends = prompt.chain, set[int]()

@@ -61,9 +61,9 @@ _MOST_EPSILONS, _LEAST_EPSILON = 4.0, 2.0**-10
 """The limit of the difference: 4 epsilons of the model's data type (of TF32 for float32) times the square root of the
 number of layers, because differences add up (docs/internals/integrations.md has what was measured)."""
 _ROUNDED = 0.1
-"""KV of 8 bits adds this: values that differ a little are rounded to neighbours, an eighth apart."""
+"""KV of 8 bits adds this to the limit: values that differ a little are rounded to neighbours, an eighth apart."""
 _CHOSEN = 0.2
-"""A mixture of experts adds this: rounding chooses other experts."""
+"""A mixture of experts adds this to the limit, because rounding makes it choose other experts."""
 _REACH = 4
 """A writer that was compared up to some position is trusted up to this many times as far."""
 _MOST_VALUE = wire.MAX_CLIENT_NAME
@@ -122,13 +122,13 @@ class Trust:
         """Learn how chunks are cut, before the first hit."""
         self._chunk_tokens, self._is_plain = chunk_tokens, plan.is_plain and not self._has_experts
 
-    def divide(self, tracked: Tracked, found: Cached, local_tokens: int, sampled: float) -> TrustedHit:
-        """Decide what is loaded of what a request's lookup has found.
+    def divide(self, tracked: Tracked, found: Cached, tokens: int, local_tokens: int, sampled: float) -> TrustedHit:
+        """Decide what is loaded of what a request's lookup has found: the prompt's first `tokens`.
 
-        local_tokens: that the engine's own cache has. sampled: the share of hits that the server wants to be compared.
+        local_tokens: tokens that the engine's own cache has. sampled: the share of hits that the server wants to be
+        compared.
         """
         request, size = tracked.request, self._chunk_tokens
-        tokens = found.tokens if found.tail is None else tracked.tails[found.tail].tokens
         trusted, end = self._trusted(self._scope(request, tokens), found, local_tokens)
         if not self.name or trusted >= tokens:
             is_sample = found.tokens > 0 and found.tail is None and tracked.draw < sampled

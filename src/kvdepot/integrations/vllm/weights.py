@@ -54,9 +54,6 @@ class NamedWeights:
         """Whether the version has changed without a reset, so that KV of both may have one name; cleared by a reset of
         the depot's chunks."""
 
-    def __repr__(self) -> str:
-        return f"<NamedWeights {self.parts}>"
-
     def reset(self) -> None:
         """Note that the caches were reset: weights may have changed, or are going to."""
         if self._is_reset and (version := self._version()) != self._computed:

@@ -38,7 +38,7 @@ _SLEEP_S = 5.0
 _COMPARISON_S = 1.0
 """A step waits this long for the comparison of what it has computed on top of a load that nothing has proved yet."""
 _TESTED_BYTES = 8 << 20
-"""As many bytes the speed that the self-test has measured counts, beside those of loads."""
+"""The speed that the self-test has measured counts as much as that of loads of this many bytes."""
 _IDLE_S = 0.002
 """A worker with nothing to compute waits this long for a load, rather than spin on a core that copies need."""
 
