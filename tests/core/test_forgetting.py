@@ -293,7 +293,7 @@ class RemovalMachine(RuleBasedStateMachine):
         for (place, key), kept in self.kept.items():
             if not kept.forgotten and kept.ranks == place + 1:
                 assert self.namespaces[place].chunks[key].state in (State.WHOLE, State.CHAINED)
-        self.heard.notice(self.index.take_events(), 0.0)
+        self.heard.read(self.index.take_events(), 0)
         self.heard.check(self.namespaces)
         if not self.removals:
             assert not any(each.hiding for each in self.namespaces)
@@ -316,7 +316,7 @@ class RemovalMachine(RuleBasedStateMachine):
         self.removals.clear(self.namespaces)
         self.removals.finish()
         assert (self.index.chunks, self.index.reserved, self.index.held) == (0, 0, 0)
-        self.heard.notice(self.index.take_events(), 0.0)
+        self.heard.read(self.index.take_events(), 0)
         assert self.index.allocator.free_bytes == self.index.allocator.capacity and not self.index.namespaces.all()
         assert not self.heard.found
 

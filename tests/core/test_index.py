@@ -346,7 +346,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         self.index.validate()
         whole = {place for place in self.model.parts if self.model.is_usable(*place)}
-        self.heard.notice(self.index.take_events(), 0.0)
+        self.heard.read(self.index.take_events(), 0)
         self.heard.check(self.rack.namespaces)
         told = {(chunk.namespace.group, chunk.key) for chunk in self.heard.found.values()}
         assert whole <= told

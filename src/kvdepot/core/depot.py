@@ -22,10 +22,11 @@ from kvdepot.core.admission import (
     chunks_named,
 )
 from kvdepot.core.clients import Client, CopyOperation, Liveness
+from kvdepot.core.departures import Departures
 from kvdepot.core.engines import Engines, fill_engines
 from kvdepot.core.forgetting import STEP_CHUNKS, Removals
 from kvdepot.core.index.chunk import Namespace
-from kvdepot.core.index.events import Listener
+from kvdepot.core.index.events import Reader
 from kvdepot.core.index.excess import expire, set_back, trim
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.lifetimes import Lifetimes
@@ -72,10 +73,10 @@ class Depot:
         server: ServerFacts | None = None,
         step_chunks: int = STEP_CHUNKS,
         is_tenant: Callable[[str], bool] = lambda tenant: True,
-        listeners: Sequence[Listener] = (),
+        readers: Sequence[Reader] = (),
     ) -> None:
         """step_chunks: how many chunks one step of a removal examines. is_tenant: whether a client can have it.
-        listeners: others that want to know what happens to chunks."""
+        readers: others that want to know what happens to chunks."""
         self.index = index
         self.counters = Counters()
         self.tiering = Tiering(tiers, index)
@@ -83,15 +84,15 @@ class Depot:
         self.leases = Leases(index, self.counters)
         self.report = Report(server or ServerFacts())
         self.verification = Verification(index.namespaces, self.counters, self.usages, self.report)
-        self.trails = Trails(index.namespaces, self.tiering.names)
+        departures = Departures()
+        self.trails = Trails(index.namespaces, self.tiering.names, departures)
         recorders = Recorders(self.counters, self.usages, self.trails, self.verification)
         self.lookups = Lookups(config, index, self.tiering, self.leases, recorders)
         self.pins = self.lookups.pins
         self._naming = Naming(index.namespaces.all)
         self.registrations = Registrations(config, index, self.counters)
         self.transfers = Transfers(config, index, self.registrations, self.pins, recorders, self.report.server.boot)
-        self.lifetimes = Lifetimes()
-        self._listeners: list[Listener] = [*listeners, self.lifetimes, self.trails, self.tiering, self.lookups]
+        self._readers: list[Reader] = [*readers, departures, Lifetimes()]
         self.max_clients = config.max_clients  # lowered if there are too few file descriptors
         self._config = config
         self._clients: dict[bytes, Client] = {}
@@ -164,14 +165,27 @@ class Depot:
             if client is not None:
                 self.trails.failed(client, request, exc)
             actions = [Reply(identity, number, exc)]
-        return self._publish(actions)
+        return self._conclude(actions)
 
-    def _publish(self, actions: list[Action]) -> list[Action]:
-        """Hand what has happened to chunks to the listeners, in their order, until nothing more happens."""
-        while self.index.events:
-            events = self.index.take_events()
-            for listener in self._listeners:
-                actions += listener.notice(events, self.now)
+    def _conclude(self, actions: list[Action]) -> list[Action]:
+        """Take the last steps of whatever has been decided, if it has changed chunks; returns the actions of all steps.
+
+        1. What was stored is saved in tiers, and room is made for more, which may evict.
+        2. Lookups that waited for it go on: they hold what was stored, and may reserve space for what tiers have.
+        3. Namespaces that are empty now are dropped.
+        4. Readers get the events of all these steps.
+
+        Neither of the first two ends a store, so none is due twice.
+        """
+        index = self.index
+        if index.events:
+            actions += self.tiering.save(index.events)
+            actions += self.lookups.settled(index.events, self.now)
+            if index.namespaces.emptied:
+                index.namespaces.drop_emptied()
+            events = index.take_events()
+            for reader in self._readers:
+                reader.read(events, self.wall)
         return actions
 
     def _decide(self, client: Client, number: bytes, request: wire.Request) -> list[Action]:
@@ -251,10 +265,10 @@ class Depot:
         self.now = now
         if isinstance(token, CopyOperation):
             assert isinstance(outcome, Prepared)
-            return self._publish(self.transfers.prepared(token, outcome, self.wall))
+            return self._conclude(self.transfers.prepared(token, outcome, self.wall))
         assert not isinstance(outcome, Prepared)
         actions = [*self._go_on(self.tiering.finished(token, outcome, now)), *self.tiering.saves.make_room(None)]
-        return self._publish(actions)
+        return self._conclude(actions)
 
     def next_deadline(self) -> float:
         """When `expire` must be called next; 0: as soon as all received messages are handled."""
@@ -272,7 +286,7 @@ class Depot:
         actions = [*self.removals.step(now), *self.lookups.expire(now)]
         while self.tiering.next_deadline() <= now:
             actions += self._go_on(self.tiering.expire(now))
-        return self._publish(actions)
+        return self._conclude(actions)
 
     def _go_on(self, decisions: list[Decision]) -> list[Action]:
         """Carry out the tiering's decisions in order: each depends on the state that the one before leaves."""
@@ -293,7 +307,7 @@ class Depot:
             set_back(self.index, back)
         self.now, self.wall = now, int(wall)
         self.report.wall = self.wall
-        self.lifetimes.wall = self.trails.wall = self.wall
+        self.trails.wall = self.wall
         for lease in self.leases.tick(now):
             self.removals.drop_leased(lease)
         self.removals.tick()
@@ -304,7 +318,7 @@ class Depot:
         actions: list[Action] = [*self.tiering.tick(now)]
         if 0 < self._config.idle_exit <= now - self._idle_since:
             actions.append(Stop(f"no engine for {self._config.idle_exit:g} s"))
-        return self._publish(actions)
+        return self._conclude(actions)
 
     def _drop_excess(self) -> None:
         """Remove some of the chunks that have expired, and of those of tenants above their caps."""
@@ -334,7 +348,7 @@ class Depot:
         actions = [*self.removals.stop(), *self.lookups.stop()]
         for forgetting in self.tiering.forgettings.end_all():
             actions += self.removals.answer(forgetting)
-        return self._publish(actions)
+        return self._conclude(actions)
 
     def died(self, identity: bytes, has_left: bool = False) -> list[Action]:
         """Remove a client and release what it holds. has_left: it closed its connection."""
@@ -349,7 +363,7 @@ class Depot:
         self.transfers.leave(client, has_left, self.now, self.wall)
         for number in list(client.instances):
             self.registrations.unregister(client, number)
-        return self._publish(actions)
+        return self._conclude(actions)
 
     def _report(self, client: Client, request: wire.EndSession) -> BadRequest | None:
         """Count what an engine reports about a request; returns why it cannot be counted."""
@@ -416,7 +430,6 @@ class Depot:
             record_slots=index.records.capacity,
             record_slots_used=index.records.used,
             unrecorded_shards=index.unrecorded,
-            holds_s=self.lifetimes.holds_s(),
             clients=len(self.clients),
             sessions=sum(len(client.sessions) for client in self.clients),
             instances=sum(len(client.instances) for client in self.clients),
@@ -430,8 +443,10 @@ class Depot:
             tenants=tenant_figures(index.accounts.all(), tenant, self.tiering.bytes_of),
             tiers=self.tiering.status(self.now),
             counters={**self.counters, "evicted_chunks": index.evicted},
-            histograms=[each.figure() for each in (usages.hit_tokens, *self.lifetimes, usages.saved_s)],
+            histograms=[each.figure() for each in (usages.hit_tokens, usages.saved_s)],
         )
+        for reader in self._readers:
+            reader.fill(status)
         self.report.fill(status, tenant, self.now)
         usages.fill(status, tenant)
         self.verification.fill(status, tenant)

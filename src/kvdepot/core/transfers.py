@@ -57,7 +57,8 @@ class Transfers:
         self._registrations = registrations
         self._pins = pins
         self._lingering: deque[tuple[float, list[Shard]]] = deque()  # until when, and what dead clients were storing
-        self._counters, _, self._trails, self._verification = recorders
+        self._counters, self._trails = recorders.counters, recorders.trails
+        self._verification = recorders.verification
 
     def __repr__(self) -> str:
         return f"<Transfers {self.operations} operations>"

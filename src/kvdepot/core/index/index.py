@@ -3,13 +3,14 @@
 Called by core/ on the deciding thread only. Invariants: a visible chunk is sealed on every rank; a chunk that is
 pinned, being copied, or has a chunk behind it is not evicted, so pinning the deepest chunk of a match protects all of
 it; a record is erased before its bytes are free. Every mutation appends what happened to `events` (events.py), which
-listeners get afterwards: none runs in the middle of a mutation. Space is made before chunks are inserted. Chunks
+readers get afterwards: none runs in the middle of a mutation. Space is made before chunks are inserted. Chunks
 without a known parent are **loose**, position 0. A part of a bounded KV cache group is evicted before the unbounded one
 with the same key.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
@@ -69,6 +70,7 @@ class Index:
         self.reserved = 0  # shards
         self.held = 0  # holds on all chunks
         self.evicted = 0
+        self.evicted_from: Counter[int] = Counter()  # of these, by the tiers (bits) that had all their shards
         self.wall = 0  # of the last `expire`, once a second
         self.events: list[IndexEvent] = []  # since `take_events`
         self.serial = 0  # shards sealed so far
@@ -76,11 +78,8 @@ class Index:
         self.chains = Chains()
 
     def take_events(self) -> list[IndexEvent]:
-        """Remove and return what has happened since the last call; drops namespaces that this has emptied."""
+        """Remove and return what has happened since the last call."""
         events, self.events = self.events, []
-        for event in events:
-            if type(event) is Removed and not event.chunk.namespace.chunks:
-                self.namespaces.forget(event.chunk.namespace)
         return events
 
     # -- reserve
@@ -306,7 +305,7 @@ class Index:
         while leased is not None:  # a lease of a chunk behind the gap keeps none of those before it
             leased.leases -= chunk.leases
             leased = leased.parent if leased.position else None
-        if (before := self._unlink(chunk, _FAILED, 0)) is not None:
+        if (before := self._unlink(chunk, _FAILED)) is not None:
             self.remove(before, _DROPPED)
         return shard
 
@@ -382,7 +381,7 @@ class Index:
     def remove(self, chunk: Chunk, reason: Reason) -> None:
         """Remove a chunk that nothing holds and that has nothing behind it, and those before it that wait for that."""
         assert is_evictable(chunk), chunk.key.hex()
-        account, tiers = chunk.account, 0
+        account = chunk.account
         if reason is _EVICTED:
             if chunk.namespace.hiding and self.remove_forgotten(chunk):
                 return
@@ -391,6 +390,7 @@ class Index:
             tiers = -1
             for shard in chunk.shards.values():
                 tiers &= shard.tiers
+            self.evicted_from[tiers] += 1
         last: Chunk | None = chunk
         while last is not None:
             for shard in last.shards.values():
@@ -401,10 +401,10 @@ class Index:
             last.namespace.bytes -= last.bytes
             account.charge(-last.bytes)
             last.bytes = 0
-            last = self._unlink(last, reason, tiers)
-            reason, tiers = _DROPPED, 0  # its ancestors were pending removal, and nothing is behind them any more
+            last = self._unlink(last, reason)
+            reason = _DROPPED  # its ancestors were pending removal, and nothing is behind them any more
 
-    def _unlink(self, chunk: Chunk, reason: Reason, tiers: int) -> Chunk | None:
+    def _unlink(self, chunk: Chunk, reason: Reason) -> Chunk | None:
         """Take a chunk without shards out of namespace and chain; returns its parent if that must be removed too."""
         chunk.state = TRANSITIONS[chunk.state][_REMOVE]
         chunk.gone = True
@@ -412,11 +412,13 @@ class Index:
         if chunk.wants:
             self.wants.lost(chunk, before)
         del chunk.namespace.chunks[chunk.key]
+        if not chunk.namespace.chunks:
+            self.namespaces.emptied[chunk.namespace] = None
         self.chunks -= 1
         account.chunks -= 1
         account.policy.remove(chunk, reason is _EVICTED)
         chunk.parent = None
-        self.events.append(Removed(chunk, before, reason, tiers))
+        self.events.append(Removed(chunk, before, reason))
         pending = None
         if before is not None:
             before.children -= 1

@@ -43,7 +43,7 @@ class Lookups:
     """The lookups of one depot that have no answer yet. pins: what their sessions hold after it."""
 
     def __init__(self, config: Config, index: Index, tiering: Tiering, leases: Leases, recorders: Recorders) -> None:
-        self._counters, self._usages, self._trails, _ = recorders
+        self._counters, self._usages, self._trails = recorders.counters, recorders.usages, recorders.trails
         self.pins = Pins(config, index, self._counters, self._usages)
         self._budget = self.pins.budget
         self._rows = table(config.lookup_s)
@@ -380,9 +380,9 @@ class Lookups:
         nothing = wire.MISS if search.lease is None else 0
         return [] if search.client.dead else [Reply(search.client.identity, search.number, nothing)]
 
-    # -- events
+    # -- what they wait for has happened
 
-    def notice(self, events: Sequence[IndexEvent], now: float) -> list[Action]:
+    def settled(self, events: Sequence[IndexEvent], now: float) -> list[Action]:
         """Go on with the searches that waited for parts whose stores have ended, whether well or not."""
         if not (self._searches or self._late):
             return []

@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from kvdepot.core.index.chunk import Account, Chunk
-from kvdepot.core.index.events import IndexEvent, Reason, Removed, Stored
+from kvdepot.core.index.chunk import Account
+from kvdepot.core.index.events import IndexEvent, Stored
 from kvdepot.core.index.index import Index
 from kvdepot.core.tiering.forgetting import FORGET_S, DroppedErase, Erasures, Forgetting, Forgettings, TierForget
 from kvdepot.core.tiering.loading import ArrivalLoad, LoadDecision, Loads, SearchFind, TierSearch
@@ -127,17 +127,11 @@ class Tiering:
 
     # -- writing
 
-    def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[Save]:
+    def save(self, events: Sequence[IndexEvent]) -> Sequence[Save]:
         """Save shards that were just sealed in tiers with `write=through`, and make room for more."""
         if not self._tiers:
             return ()
-        shards: list[tuple[Chunk, int]] = []
-        for event in events:
-            match event:
-                case Stored(chunk, rank):
-                    shards.append((chunk, rank))
-                case Removed(_, _, Reason.EVICTED, tiers):
-                    self.saves.removed(tiers)
+        shards = [(event.chunk, event.rank) for event in events if type(event) is Stored]
         return [*self.saves.stored(shards), *self.saves.make_room(shards[0][0].account)] if shards else ()
 
     # -- forgetting
