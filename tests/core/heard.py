@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvdepot.core.index.chunk import Namespace, State, is_there
+from kvdepot.core.index.chunk import Namespace, is_there
 from kvdepot.core.index.events import Hidden, IndexEvent, Removed, Stored
+from kvdepot.core.index.states import ChunkState
 from kvdepot.protocol.status import Status
 
 
@@ -42,4 +43,6 @@ class Heard:
         there = {id(chunk) for namespace in namespaces for chunk in namespace.chunks.values() if is_there(chunk)}
         assert there <= self.found.keys(), "a chunk can be found, and no event has said so"
         for chunk in self.found.values():
-            assert not chunk.gone and chunk.state in (State.WHOLE, State.CHAINED), f"{chunk.key.hex()} cannot be found"
+            assert not chunk.gone and chunk.state in (ChunkState.WHOLE, ChunkState.CHAINED), (
+                f"{chunk.key.hex()} cannot be found"
+            )

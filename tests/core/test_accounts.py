@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvdepot.core.index import matching
-from kvdepot.core.index.chunk import Chunk, Namespace, Shard, State, is_evictable
+from kvdepot.core.index.chunk import Chunk, Namespace, Shard, is_evictable
 from kvdepot.core.index.excess import expire, trim
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import restore
 from kvdepot.core.index.runs import Refusal, Reservation, Run
+from kvdepot.core.index.states import ChunkState
 from kvdepot.errors import BadRequest
 from kvdepot.eviction import POLICIES, Lru
 from kvdepot.memory.allocator import PAGE, Allocator
@@ -125,7 +126,7 @@ class QuotaMachine(RuleBasedStateMachine):
         loading = old.shards[0] if old is not None else None
         owner = owner if old is None else self.owner_of(old)
         made = self.house.reserve(tenant, path, size, is_load, tag)
-        if made.chunks and loading is not None and loading.state is State.FREED:
+        if made.chunks and loading is not None and loading.state is ChunkState.FREED:
             self.late.append((owner, loading))
             made.chunks.clear()
         after = self.used()

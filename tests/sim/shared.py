@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.core.index.chunk import Chunk, State
+from kvdepot.core.index.chunk import Chunk
 from kvdepot.core.index.runs import Reservation
+from kvdepot.core.index.states import ChunkState
 from kvdepot.errors import ArenaError
 from kvdepot.protocol import wire
 from kvdepot.tiers.worker import Load
@@ -101,7 +102,7 @@ class SealedIndex(WatchedIndex):
 
     def mark_corrupt(self, chunk: Chunk, rank: int) -> None:
         self.server.condemned[chunk.key] = self.server.world.now
-        self.server.world.counters["flip_found"] += chunk.state is not State.PENDING_REMOVAL
+        self.server.world.counters["flip_found"] += chunk.state is not ChunkState.PENDING_REMOVAL
         super().mark_corrupt(chunk, rank)
 
     def reserve(self, *args: Any, **kwargs: Any) -> Reservation:

@@ -6,9 +6,9 @@ here, and is chained in the step that chains the parent.
 
 from __future__ import annotations
 
-from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, State
-
-_WHOLE, _CHAINED, _CHAIN = State.WHOLE, State.CHAINED, Event.CHAIN  # attributes of an enum are slow to get
+from kvdepot.core.index import states
+from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.states import Transition
 
 
 class Chains:
@@ -22,8 +22,8 @@ class Chains:
         before = chunk.parent
         if not chunk.position:
             return  # loose, or of a bounded group: it is found by its key alone
-        if chunk.position == 1 or (before is not None and before.state is _CHAINED):
-            chunk.state = TRANSITIONS[chunk.state][_CHAIN]
+        if chunk.position == 1 or (before is not None and before.state is states.CHAINED):
+            chunk.state = states.TRANSITIONS[chunk.state][states.CHAIN]
             if chunk.broken:
                 self._mend(chunk)
             if self.waiting:
@@ -35,15 +35,15 @@ class Chains:
         chained = [chunk]
         while chained:
             for each in self.waiting.pop(id(chained.pop()), {}).values():
-                if each.state is _WHOLE:  # otherwise it was marked corrupt or hidden in the meantime
-                    each.state = TRANSITIONS[each.state][_CHAIN]
+                if each.state is states.WHOLE:  # otherwise it was marked corrupt or hidden in the meantime
+                    each.state = states.TRANSITIONS[each.state][states.CHAIN]
                     self._mend(each)
                     chained.append(each)
 
-    def unchain(self, chunk: Chunk, event: Event) -> None:
+    def unchain(self, chunk: Chunk, transition: Transition) -> None:
         """Mark a chunk corrupt, or hide it. Chunks behind it stay chained, but are no prefix until it is again."""
-        was_chained = chunk.state is _CHAINED
-        chunk.state = TRANSITIONS[chunk.state][event]
+        was_chained = chunk.state is states.CHAINED
+        chunk.state = states.TRANSITIONS[chunk.state][transition]
         if was_chained and chunk.children:
             chunk.broken = True
             chunk.namespace.broken += 1

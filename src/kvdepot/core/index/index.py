@@ -14,20 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
+from kvdepot.core.index import states
 from kvdepot.core.index.accounts import Accounts
 from kvdepot.core.index.chains import Chains, link
 from kvdepot.core.index.check import check
-from kvdepot.core.index.chunk import (
-    TRANSITIONS,
-    Account,
-    Chunk,
-    Event,
-    Namespace,
-    Shard,
-    State,
-    is_evictable,
-    is_forgotten,
-)
+from kvdepot.core.index.chunk import Account, Chunk, Namespace, Shard, is_evictable, is_forgotten
 from kvdepot.core.index.events import Failed, Hidden, IndexEvent, Reason, Removed, Stored, Used
 from kvdepot.core.index.matching import is_free_to_write, is_outdated, may_need_space
 from kvdepot.core.index.namespaces import Namespaces
@@ -38,10 +29,6 @@ from kvdepot.memory.records import Records
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.quotas import Quota
 
-# Attributes of an enum are slow to get, and every step needs these.
-_RESERVED, _LOADING, _SEALED = State.RESERVED, State.LOADING, State.SEALED
-_PENDING_REMOVAL = State.PENDING_REMOVAL
-_RESERVE, _SEAL, _COMPLETE, _REMOVE = Event.RESERVE, Event.SEAL, Event.COMPLETE, Event.REMOVE
 _EVICTED, _DROPPED, _FAILED = Reason.EVICTED, Reason.DROPPED, Reason.FAILED
 
 
@@ -132,7 +119,7 @@ class Index:
         for place, key in enumerate(keys):
             chunk = chunks.get(key)
             shard = chunk.shards.get(rank) if chunk is not None else None
-            is_late = shard is not None and shard.state is _LOADING and shard.size == size and bool(extents)
+            is_late = shard is not None and shard.state is states.LOADING and shard.size == size and bool(extents)
             if chunk is not None and chunk.account is account and is_late and self._give_up(chunk, rank, wall):
                 shard = None
             if chunk is not None and (shard is not None or chunk.account is not account):
@@ -150,8 +137,8 @@ class Index:
                     chunk = self._insert(namespace, account, key, run.salt, found)
                     new.append(chunk)
                 else:
-                    chunk.state = TRANSITIONS[chunk.state][_RESERVE]
-                chunk.shards[rank] = Shard(extents.pop(), size, _LOADING if wall is None else _RESERVED)
+                    chunk.state = states.TRANSITIONS[chunk.state][states.RESERVE]
+                chunk.shards[rank] = Shard(extents.pop(), size, states.LOADING if wall is None else states.RESERVED)
                 chunk.bytes += taken
                 chunk.holds += 1
                 fresh += 1
@@ -195,9 +182,9 @@ class Index:
     def _rewrite(self, chunk: Chunk, rank: int, wall: int | None) -> bool:
         """Reserve a shard that exists, if it is corrupt and its bytes may be overwritten; wall: as above."""
         shard, is_load = chunk.shards[rank], wall is None
-        if shard.state is not State.CORRUPT or not is_free_to_write(chunk, is_load):
+        if shard.state is not states.CORRUPT or not is_free_to_write(chunk, is_load):
             return False
-        shard.state = TRANSITIONS[shard.state][Event.LOAD if is_load else _RESERVE]
+        shard.state = states.TRANSITIONS[shard.state][states.LOAD if is_load else states.RESERVE]
         shard.checksum, shard.tiers, shard.writer = 0, 0, ""  # its extents will be rewritten
         chunk.holds += 1
         self.held += 1
@@ -209,7 +196,7 @@ class Index:
         """Give up the load of a shard, whose place the caller takes. False if the chunk is pending removal and other
         shards of it are open: those must not become part of a renewed chunk. wall: as above."""
         others = [each for other, each in chunk.shards.items() if other != rank]
-        if chunk.state is _PENDING_REMOVAL and any(each.is_open for each in others):
+        if chunk.state is states.PENDING_REMOVAL and any(each.is_open for each in others):
             return False
         self.accounts.lend(self._take_out(chunk, rank), chunk.namespace.tenant, chunk.salt)
         chunk.holds -= 1
@@ -227,13 +214,13 @@ class Index:
         """Note that a chunk is stored again, and keep it if it is pending removal. wall: as above; then its sealed
         shards are as new, but their records and their copies in tiers have the old age."""
         chunk.generation = self.namespaces.generation
-        if chunk.state is not _PENDING_REMOVAL:
+        if chunk.state is not states.PENDING_REMOVAL:
             return
-        chunk.state = TRANSITIONS[chunk.state][Event.RENEW]
+        chunk.state = states.TRANSITIONS[chunk.state][states.RENEW]
         chunk.born = chunk.born if wall is None else wall
         self.accounts.ages.record(chunk)
         if chunk.sealed == chunk.namespace.world_size:
-            chunk.state = TRANSITIONS[chunk.state][_COMPLETE]
+            chunk.state = states.TRANSITIONS[chunk.state][states.COMPLETE]
             self.chains.join(chunk)
         for rank, shard in chunk.shards.items() if wall is not None else ():
             if shard.sealed:
@@ -251,7 +238,7 @@ class Index:
         sealed = []
         for place, shard in enumerate(shards):
             chunk = shard[0]
-            is_hidden = chunk.state is _PENDING_REMOVAL or (chunk.namespace.hiding and is_forgotten(chunk))
+            is_hidden = chunk.state is states.PENDING_REMOVAL or (chunk.namespace.hiding and is_forgotten(chunk))
             if place in sums and not is_hidden:
                 self.seal(*shard, sums[place], wall)
                 sealed.append(shard)
@@ -264,8 +251,8 @@ class Index:
         1970; a chunk is as old as its oldest shard."""
         shard = chunk.shards[rank]
         is_last = chunk.sealed + 1 == chunk.namespace.world_size
-        after = TRANSITIONS[shard.state][_SEAL]
-        chunk.state = TRANSITIONS[chunk.state][_COMPLETE if is_last else _SEAL]
+        after = states.TRANSITIONS[shard.state][states.SEAL]
+        chunk.state = states.TRANSITIONS[chunk.state][states.COMPLETE if is_last else states.SEAL]
         shard.state = after
         shard.checksum = checksum
         if not chunk.sealed or born < chunk.born:
@@ -312,7 +299,7 @@ class Index:
     def _take_out(self, chunk: Chunk, rank: int) -> Shard:
         """Take a reserved shard out of its chunk; its extents stay allocated."""
         shard = chunk.shards.pop(rank)
-        shard.state = TRANSITIONS[shard.state][_REMOVE]
+        shard.state = states.TRANSITIONS[shard.state][states.REMOVE]
         taken = Allocator.rounded(shard.size)
         chunk.bytes -= taken
         chunk.namespace.bytes -= taken
@@ -346,7 +333,7 @@ class Index:
             chunk.holds -= 1
             self.held -= 1
             if not chunk.holds and not chunk.children:
-                if chunk.state is _PENDING_REMOVAL:
+                if chunk.state is states.PENDING_REMOVAL:
                     self.remove(chunk, _DROPPED)
                 else:
                     chunk.account.policy.add(chunk)
@@ -356,8 +343,8 @@ class Index:
     def mark_corrupt(self, chunk: Chunk, rank: int) -> None:
         """Stop using a sealed shard, whose bytes are wrong or were forgotten, until it is stored again."""
         shard = chunk.shards[rank]
-        after = TRANSITIONS[shard.state][Event.CORRUPT]
-        self.chains.unchain(chunk, Event.CORRUPT)
+        after = states.TRANSITIONS[shard.state][states.SPOIL]
+        self.chains.unchain(chunk, states.SPOIL)
         shard.state = after
         chunk.sealed -= 1
         self.namespaces.erase(shard)
@@ -370,12 +357,12 @@ class Index:
         if is_evictable(chunk):
             self.remove(chunk, _DROPPED)
             return
-        self.chains.unchain(chunk, Event.HIDE)
+        self.chains.unchain(chunk, states.HIDE)
         if chunk.sealed:
             self.namespaces.withdrawals += 1
             self.events.append(Hidden(chunk))
         for rank, shard in chunk.shards.items() if at_once else ():
-            if shard.state is _SEALED:
+            if shard.state is states.SEALED:
                 self.mark_corrupt(chunk, rank)
 
     def remove(self, chunk: Chunk, reason: Reason) -> None:
@@ -394,7 +381,7 @@ class Index:
         last: Chunk | None = chunk
         while last is not None:
             for shard in last.shards.values():
-                shard.state = TRANSITIONS[shard.state][_REMOVE]
+                shard.state = states.TRANSITIONS[shard.state][states.REMOVE]
                 self.namespaces.erase(shard)  # before its extents can be overwritten
                 self.allocator.free(shard.extents)
             last.shards.clear()
@@ -406,7 +393,7 @@ class Index:
 
     def _unlink(self, chunk: Chunk, reason: Reason) -> Chunk | None:
         """Take a chunk without shards out of namespace and chain; returns its parent if that must be removed too."""
-        chunk.state = TRANSITIONS[chunk.state][_REMOVE]
+        chunk.state = states.TRANSITIONS[chunk.state][states.REMOVE]
         chunk.gone = True
         before, account = chunk.parent, chunk.account
         if chunk.wants:
@@ -423,7 +410,7 @@ class Index:
         if before is not None:
             before.children -= 1
             if is_evictable(before):
-                if before.state is _PENDING_REMOVAL:
+                if before.state is states.PENDING_REMOVAL:
                     pending = before
                 else:
                     account.policy.add(before)
