@@ -91,14 +91,14 @@ class SealedIndex(WatchedIndex):
     def meet(self, what: str) -> None:
         self.server.world.counters[what] += 1
 
-    def seal(self, chunk: Chunk, rank: int, checksum: int = 0, born: int = 0) -> None:
+    def _seal(self, chunk: Chunk, rank: int, checksum: int, born: int) -> None:
         for start, size in chunk.shards[rank].extents:
             self.server.file.flips.difference_update(range(start, start + size))
         self.server.check_bytes(chunk, rank, "sealed")
         self.server.check_carried(chunk.shards[rank])
         loads = isinstance(self.server.doing, Load)
         self.server.host.forgettings.arrived(chunk, rank, loads)
-        super().seal(chunk, rank, checksum, born)
+        super()._seal(chunk, rank, checksum, born)
 
     def mark_corrupt(self, chunk: Chunk, rank: int) -> None:
         self.server.condemned[chunk.key] = self.server.world.now

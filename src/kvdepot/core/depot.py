@@ -12,15 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Prepared, Reply, Stop
-from kvdepot.core.admission import (
-    check_description,
-    check_facts,
-    check_lookup,
-    check_names,
-    check_report,
-    check_salt,
-    chunks_named,
-)
+from kvdepot.core.admission import check, check_description, check_names, check_report, check_salt
 from kvdepot.core.clients import Client, CopyOperation, Liveness
 from kvdepot.core.departures import Departures
 from kvdepot.core.engines import Engines, fill_engines
@@ -80,6 +72,7 @@ class Depot:
         self.index = index
         self.counters = Counters()
         self.tiering = Tiering(tiers, index)
+        self._has_tiers = bool(tiers)
         self.usages = Usages()
         self.leases = Leases(index, self.counters)
         self.report = Report(server or ServerFacts())
@@ -144,7 +137,7 @@ class Depot:
             if client is None:
                 raise UnknownClient("unknown client: send Hello first")
             client.heard = now
-            chunks = chunks_named(request)
+            chunks = check(request)
             if chunks > wire.MAX_CHUNKS:
                 self.counters["large_requests_refused"] += 1
                 raise Busy(f"the request names {chunks} chunks; the limit is {wire.MAX_CHUNKS}")
@@ -179,20 +172,19 @@ class Depot:
         """
         index = self.index
         if index.events:
-            actions += self.tiering.save(index.events)
+            if self._has_tiers:
+                actions += self.tiering.save(index.events)
             actions += self.lookups.settled(index.events, self.now)
             if index.namespaces.emptied:
                 index.namespaces.drop_emptied()
-            events = index.take_events()
+            events, index.events = index.events, []
             for reader in self._readers:
                 reader.read(events, self.wall)
         return actions
 
     def _decide(self, client: Client, number: bytes, request: wire.Request) -> list[Action]:
-        value: object = None
         match request:
             case wire.Lookup():
-                check_lookup(request)
                 return self.lookups.look_up(client, number, request, self.now)
             case wire.Store():
                 return self.transfers.store(client, number, request, self.wall)
@@ -206,16 +198,6 @@ class Depot:
                 actions = self.lookups.give_up(client, request.request)
                 self.pins.end(client, request.request)  # even if the reported savings are invalid
                 return [*actions, Reply(client.identity, number, self._report(client, request))]
-            case wire.Register():
-                check_facts(request)
-                self.registrations.register(client, request)
-                self.verification.learn(client, request)
-            case wire.Unregister():
-                self.registrations.unregister(client, request.instance)
-            case wire.ChunkSize():
-                value = self._config.chunk_tokens
-            case wire.Noop():
-                value = "ok"
             case wire.Clear():
                 return self.removals.clear(client, number, request, self.now)
             case wire.Lease():
@@ -232,31 +214,45 @@ class Depot:
                 return [*actions, Reply(client.identity, number, ended is not None)]
             case wire.Drop():
                 return self.removals.drop(client, number, request, self.now)
-            case wire.Leases():
-                value = self.leases.listed(client.tenant, self.now)
             case wire.Forget():
                 return self.removals.forget(client, number, request, self.now)
             case wire.Count():
                 return self.removals.count(client, number, request, self.now)
-            case wire.Inspect():
-                value = inspect(request, client.tenant, self.index.namespaces.all(), self.tiering.names, self.wall)
-            case wire.Why():
-                value = self.trails.find(client.tenant, request.request)
             case wire.Describe():
                 if not self._config.wants_tokens:
                     raise BadRequest("this server publishes no token ids")
                 check_description(request)
                 return [request, Reply(client.identity, number, None)]
+        return [Reply(client.identity, number, self._value(client, request))]
+
+    def _value(self, client: Client, request: wire.Request) -> object:
+        """The answer to a request that needs nothing but its reply."""
+        match request:
+            case wire.Register():
+                self.registrations.register(client, request)
+                self.verification.learn(client, request)
+            case wire.Unregister():
+                self.registrations.unregister(client, request.instance)
+            case wire.ChunkSize():
+                return self._config.chunk_tokens
+            case wire.Noop():
+                return "ok"
+            case wire.Leases():
+                return self.leases.listed(client.tenant, self.now)
+            case wire.Inspect():
+                return inspect(request, client.tenant, self.index.namespaces.all(), self.tiering.names, self.wall)
+            case wire.Why():
+                return self.trails.find(client.tenant, request.request)
             case wire.SetQuota():
                 self._set_quota(client, request)
             case wire.EndQuarantine():
                 check_names("", request.model)
-                value = self.verification.release(client.tenant, request.model)
+                return self.verification.release(client.tenant, request.model)
             case wire.Status():
-                value = self.status(client.tenant)
-            case wire.Hello() | wire.Prove():
-                raise InternalError("core/connections.py answers Hello and Prove")
-        return [Reply(client.identity, number, value)]
+                return self.status(client.tenant)
+            case _:
+                raise InternalError(f"no reply to {type(request).__name__} here")
+        return None
 
     def finished(
         self, token: TierTask | CopyOperation, outcome: TierOutcome | Prepared, now: float = 0.0

@@ -6,6 +6,8 @@ here, and is chained in the step that chains the parent.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvdepot.core.index import states
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.core.index.states import Transition
@@ -17,19 +19,20 @@ class Chains:
     def __init__(self) -> None:
         self.waiting: dict[int, dict[int, Chunk]] = {}  # id() of a parent -> chunks that wait for it, by id()
 
-    def join(self, chunk: Chunk) -> None:
-        """A chunk has become whole: chain it and those that wait for it, or let it wait for its parent."""
-        before = chunk.parent
-        if not chunk.position:
-            return  # loose, or of a bounded group: it is found by its key alone
-        if chunk.position == 1 or (before is not None and before.state is states.CHAINED):
-            chunk.state = states.TRANSITIONS[chunk.state][states.CHAIN]
-            if chunk.broken:
-                self._mend(chunk)
-            if self.waiting:
-                self._join_behind(chunk)
-        elif before is not None and not before.gone:
-            self.waiting.setdefault(id(before), {})[id(chunk)] = chunk
+    def join(self, chunks: Iterable[Chunk]) -> None:
+        """Chain those chunks that are whole, and those that wait for them, or let them wait for their parents."""
+        for chunk in chunks:
+            before = chunk.parent
+            if not chunk.position or chunk.state is not states.WHOLE:
+                continue  # at position 0 it is loose, or of a bounded group: it is found by its key alone
+            if chunk.position == 1 or (before is not None and before.state is states.CHAINED):
+                chunk.state = states.TRANSITIONS[chunk.state][states.CHAIN]
+                if chunk.broken:
+                    self._mend(chunk)
+                if self.waiting:
+                    self._join_behind(chunk)
+            elif before is not None and not before.gone:
+                self.waiting.setdefault(id(before), {})[id(chunk)] = chunk
 
     def _join_behind(self, chunk: Chunk) -> None:
         chained = [chunk]

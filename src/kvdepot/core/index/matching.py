@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 from kvdepot.core.index import states
 from kvdepot.core.index.chunk import Chunk, Namespace, Pin, is_forgotten, is_hidden, is_there
 from kvdepot.core.index.namespaces import Namespaces
+from kvdepot.core.index.runs import is_free_to_write
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 
@@ -196,30 +197,6 @@ def is_missing(namespace: Namespace, rank: int, key: bytes) -> bool:
     if is_forgotten(chunk):
         return not shard.is_open and not chunk.holds
     return shard.state is states.CORRUPT and is_free_to_write(chunk)
-
-
-def is_free_to_write(chunk: Chunk, is_load: bool = False) -> bool:
-    """Whether a corrupt shard of a chunk can be rewritten: nobody reads the bytes of its other shards.
-
-    If the chunk is pending removal, an earlier reservation must not become part of the chunk that a store renews.
-    """
-    if chunk.state is states.PENDING_REMOVAL and not is_load:
-        return not chunk.holds
-    return chunk.holds == sum(shard.is_open for shard in chunk.shards.values())
-
-
-def is_outdated(chunk: Chunk, rank: int) -> bool:
-    """Whether a chunk is pending removal, and this rank's shard is sealed: as it is too old, a store renews it."""
-    return chunk.state is states.PENDING_REMOVAL and rank in chunk.shards and chunk.shards[rank].sealed
-
-
-def may_need_space(chunk: Chunk, rank: int) -> bool:
-    """Whether a reservation may take space for a rank's shard: it is missing or being loaded, or it is corrupt, and may
-    go with the last chunk behind it."""
-    shard = chunk.shards.get(rank)
-    if shard is None or shard.state is states.LOADING:
-        return True
-    return chunk.state is states.PENDING_REMOVAL and shard.state is states.CORRUPT
 
 
 # -- boundaries

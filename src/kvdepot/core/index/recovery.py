@@ -373,4 +373,4 @@ def _link(index: Index, namespace: Namespace, parents: dict[bytes, bytes]) -> No
     for chunk in namespace.chunks.values():
         if chunk.sealed == namespace.world_size:
             chunk.state = states.TRANSITIONS[chunk.state][states.COMPLETE]
-            index.chains.join(chunk)
+            index.chains.join((chunk,))

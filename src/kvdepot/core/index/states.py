@@ -49,7 +49,7 @@ class ChunkState(IntEnum):
 
 
 class Transition(IntEnum):
-    """What changes the state of a shard, of a chunk, or of both at once."""
+    """A change of the state of a shard, of a chunk, or of both at once."""
 
     RESERVE = 0
     """A shard (of the chunk) is going to be written."""

@@ -129,8 +129,6 @@ class Tiering:
 
     def save(self, events: Sequence[IndexEvent]) -> Sequence[Save]:
         """Save shards that were just sealed in tiers with `write=through`, and make room for more."""
-        if not self._tiers:
-            return ()
         shards = [(event.chunk, event.rank) for event in events if type(event) is Stored]
         return [*self.saves.stored(shards), *self.saves.make_room(shards[0][0].account)] if shards else ()
 
