@@ -718,7 +718,7 @@ def test_ended_tier_searches_are_not_kept_until_their_deadline(tier: MemoryTier)
     for i in range(3000):
         host.find(b"one", look(prompt("a", 2), f"r{i}"))
     assert not host.depot.tiering.loads
-    assert len(host.depot.tiering._deadlines) <= 1024
+    assert len(host.depot.lookups._timers) <= 1024
 
 
 def test_forgets_do_not_pile_up(tier: MemoryTier) -> None:

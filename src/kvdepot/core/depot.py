@@ -195,7 +195,7 @@ class Depot:
             case wire.Complete():
                 return self.transfers.complete(client, number, request, self.wall)
             case wire.EndSession():
-                actions = self.lookups.give_up(client, request.request)
+                actions = self.lookups.give_up((client, request.request))
                 self.pins.end(client, request.request)  # even if the reported savings are invalid
                 return [*actions, Reply(client.identity, number, self._report(client, request))]
             case wire.Clear():
@@ -207,7 +207,7 @@ class Depot:
             case wire.EndLease():
                 if request.drops:
                     self.removals.refuse_drops()
-                actions = self.lookups.give_up_lease(client, request.name)
+                actions = self.lookups.give_up((client.tenant, request.name))
                 ended = self.leases.end(client.tenant, request.name, self.now)
                 if ended is not None and request.drops:
                     self.removals.drop_leased(ended)
@@ -270,7 +270,8 @@ class Depot:
         """When `expire` must be called next; 0: as soon as all received messages are handled."""
         if self.removals or self._is_behind:
             return 0.0
-        return min(self.tiering.next_deadline(), self.lookups.next_deadline(), self.transfers.next_deadline())
+        parts = self.tiering.forgettings, self.lookups, self.transfers
+        return min(part.next_deadline() for part in parts)
 
     def expire(self, now: float) -> list[Action]:
         """Continue removals, and requests whose wait for stores or tiers has reached its deadline; free memory to which
@@ -280,8 +281,8 @@ class Depot:
         if self._is_behind:
             self._drop_excess()
         actions = [*self.removals.step(now), *self.lookups.expire(now)]
-        while self.tiering.next_deadline() <= now:
-            actions += self._go_on(self.tiering.expire(now))
+        for forgetting in self.tiering.forgettings.expire(now):
+            actions += self.removals.answer(forgetting)
         return self._conclude(actions)
 
     def _go_on(self, decisions: list[Decision]) -> list[Action]:

@@ -134,7 +134,7 @@ class Removals:
         self._ready.append(removal)
         self._leases.forget()
         actions = self._lookups.forget(now)
-        return [*actions, *self._tiering.forget(forgetting, now), *self.step(now)]
+        return [*actions, *self._tiering.forgettings.begin(forgetting, now), *self.step(now)]
 
     def _disown(self, scope: Scope) -> Work:
         """Remove the chunks that one writer has stored, also from the tiers, once those have saved them."""

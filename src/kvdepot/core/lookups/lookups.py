@@ -367,9 +367,9 @@ class Lookups:
             session.number, session.answer, session.withdrawals = search.number, hit, withdrawals
         return hit
 
-    def give_up(self, client: Client, request: str) -> list[Action]:
-        """End a lookup without pinning anything."""
-        search = self._searches.get((client, request))
+    def give_up(self, name: Hashable) -> list[Action]:
+        """End the lookup with this name (`Search.name`), if it is in progress, without holding anything."""
+        search = self._searches.get(name)
         return self._give_up(search) if search is not None else []
 
     def _give_up(self, search: Search) -> list[Action]:
@@ -478,7 +478,7 @@ class Lookups:
         if not lease.holds:  # so it needs nothing from tiers
             found = match_prompt(self._index.namespaces, client.tenant, request, request.hashes)
             matched = self._leases.begin(lease, found.pins, found.chunks)
-            return [*self.give_up_lease(client, request.name), Reply(client.identity, number, matched)]
+            return [*self.give_up((client.tenant, request.name)), Reply(client.identity, number, matched)]
         lookup = wire.Lookup(
             request.model, request.world_size, request.blocks_in_chunk, request.name, 0, request.hashes, True,
             request.salt, request.chunk_tokens,
@@ -488,11 +488,6 @@ class Lookups:
         if before is not None and (before.client, before.number) == (client, number):
             return []  # sent again, as a lookup
         return [*(self._give_up(before) if before is not None else []), *self._begin(search, now)]
-
-    def give_up_lease(self, client: Client, name: str) -> list[Action]:
-        """End the lookup of a lease that has not begun, if there is one; its reply is 0."""
-        search = self._searches.get((client.tenant, name))
-        return self._give_up(search) if search is not None else []
 
 
 def _tops(match: Match) -> list[Chunk]:
