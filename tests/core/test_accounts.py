@@ -323,7 +323,7 @@ def test_quotas_that_come_and_go_leave_no_entries_in_the_queues_of_ages() -> Non
 # -- expiry
 
 
-def test_of_the_limits_of_server_tenant_and_salt_the_shortest_applies() -> None:
+def test_the_shortest_ttl_of_server_tenant_and_salt_applies() -> None:
     house = House(16, ttl_s=100)
     x, y = TAGS[1:]
     house.index.set_quota("a", pages(ttl_s=20), x)

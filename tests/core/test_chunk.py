@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -43,24 +43,6 @@ def test_every_state_is_reached_from_a_beginning_and_leads_to_an_end() -> None:
     for state in ChunkState:
         assert (state in LAST) == (not TRANSITIONS[state])
         assert state in LAST or TRANSITIONS[state][Transition.REMOVE] in LAST
-
-
-@given(st.sampled_from(sorted(FIRST)), st.lists(st.sampled_from(list(Transition))))
-def test_no_walk_leads_from_shards_to_chunks(state: ChunkState, events: list[Transition]) -> None:
-    of_shards = set(ChunkState) - {
-        ChunkState.FILLING,
-        ChunkState.WHOLE,
-        ChunkState.CHAINED,
-        ChunkState.PENDING_REMOVAL,
-        ChunkState.GONE,
-    }
-    is_shard = state in of_shards
-    for event in events:
-        try:
-            state = TRANSITIONS[state][event]
-        except IllegalTransition:
-            assert event not in TRANSITIONS[state]
-        assert (state in of_shards) == is_shard
 
 
 def facts(index: Index) -> Any:

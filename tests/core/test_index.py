@@ -534,7 +534,7 @@ def test_a_run_has_room_if_a_victim_takes_along_a_chunk_of_it(is_corrupt: bool) 
 
 
 @pytest.mark.parametrize("is_corrupt", [False, True])
-def test_what_one_rank_renews_is_new_to_tiers_removals_and_the_next_server(is_corrupt: bool) -> None:
+def test_a_chunk_that_one_rank_renews_is_new_to_tiers_removals_and_restarts(is_corrupt: bool) -> None:
     index, namespace = index_of(64, ranks=2, ttl_s=10)
     first, second = keys("a", 2)
     for rank in range(2):

@@ -60,9 +60,6 @@ class Transfers:
         self._counters, self._trails = recorders.counters, recorders.trails
         self._verification = recorders.verification
 
-    def __repr__(self) -> str:
-        return f"<Transfers {self.operations} operations>"
-
     def store(self, client: Client, number: bytes, request: wire.Store, wall: int) -> list[Action]:
         """Reserve the missing chunks, and have their memory allocated; then reply where they belong. wall: seconds
         since 1970.

@@ -195,7 +195,7 @@ class Index:
         return chunk
 
     def _give_up(self, chunk: Chunk, rank: int, wall: int | None) -> None:
-        """Give up the load of a shard, whose place the caller takes; wall: as above."""
+        """Give up the load of a shard, whose place the caller takes. wall: as in `Plan`."""
         self.accounts.lend(self._take_out(chunk, rank), chunk.namespace.tenant, chunk.salt)
         chunk.holds -= 1
         self.held -= 1
@@ -208,8 +208,9 @@ class Index:
         self.accounts.of(tenant, salt).charge(-taken)
 
     def _renew(self, chunk: Chunk, wall: int | None) -> None:
-        """Note that a chunk is stored again, and keep it if it is pending removal. wall: as above; then its sealed
-        shards are as new, but their records and their copies in tiers have the old age."""
+        """Note that a chunk is stored again, and keep it if it is pending removal. wall: when its bytes were computed
+        again (seconds since 1970): its sealed shards are recorded and saved in tiers anew, with that age. None: they
+        were not computed again, and keep their age."""
         chunk.generation = self.namespaces.generation
         if chunk.state is not states.PENDING_REMOVAL:
             return

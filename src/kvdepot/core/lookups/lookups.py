@@ -62,10 +62,6 @@ class Lookups:
         self._timers: list[tuple[float, int, Search]] = []  # a heap; stale where the search has another deadline
         self._numbers = itertools.count()
 
-    def __repr__(self) -> str:
-        counts = ", ".join(f"{len(those)} {phase.name}" for phase, those in self._in.items() if those)
-        return f"<Lookups {counts or 'none'}>"
-
     def __len__(self) -> int:
         return len(self._searches)
 

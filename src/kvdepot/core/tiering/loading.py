@@ -227,13 +227,11 @@ class Loads:
         )
         asked = [tier for tier in tiers if tier.speed.pays(size, compute_s, slack_s, now)]
         for tier in tiers if tier_search.speed else ():
-            if tier in asked:
-                tier.became_worthwhile(now)
-            elif not asked and now >= tier.speed.retry_at:
+            if not asked and now >= tier.speed.retry_at:
                 tier_search.is_trial = True
                 asked, tier.speed.retry_at = [tier], now + RETRY_S
-            else:
-                tier.left_to_compute(chunks * tier_search.namespace.chunk_tokens, now)
+            elif tier not in asked:
+                tier.counters["computed_tokens"] += chunks * tier_search.namespace.chunk_tokens
         return asked
 
     def _missing(self, tier_search: TierSearch) -> list[Place]:
@@ -353,7 +351,7 @@ class Loads:
             if gained_s <= tier_search.compute_s(chunks):
                 tier_search.found = found
                 return
-            self._tiers[slowest].left_to_compute(chunks * tier_search.namespace.chunk_tokens, now)
+            self._tiers[slowest].counters["computed_tokens"] += chunks * tier_search.namespace.chunk_tokens
 
     def _load(self, tier_search: TierSearch, now: float) -> list[TierTask]:
         """Load what extends the prefix. If nothing is being loaded after that, the tier search ends."""
