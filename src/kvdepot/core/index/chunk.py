@@ -23,15 +23,11 @@ class Shard(msgspec.Struct, gc=False):
     """One rank's bytes of a chunk."""
 
     extents: Extents
-    size: int
-    """Bytes of KV in the extents."""
+    size: int  # bytes of KV in the extents
     state: ChunkState = states.RESERVED
-    checksum: int = 0
-    """The checksum of the KV; 0 if none was computed."""
-    tiers: int = 0
-    """Bit t: tier t probably has it."""
-    slot: int | None = None
-    """First slot of its record; None if it has none."""
+    checksum: int = 0  # the checksum of the KV; 0 if none was computed
+    tiers: int = 0  # bit t: tier t probably has it
+    slot: int | None = None  # first slot of its record; None if it has none
     writer: str = ""
     """The writer (wire.Register) that has stored it; empty: none is known, as of what earlier versions have stored."""
 
@@ -53,39 +49,26 @@ class Chunk(Victim, gc=False, kw_only=True):
     """
 
     namespace: Namespace
-    account: Account
-    """The account (of its tenant or its salt) that is charged for this chunk and may evict it."""
+    account: Account  # the account (of its tenant or its salt) that is charged for this chunk and may evict it
     parent: Chunk | None = None
-    salt: bytes = b""
-    """16 bytes that identify its prompt's cache salt, for `forget`; empty: none."""
+    salt: bytes = b""  # 16 bytes that identify its prompt's cache salt, for `forget`; empty: none
     run: int = 0
     """Chunks in a row, up to this one, that the same writers had stored when there had been `run_as_of` withdrawals."""
     run_as_of: int = -1
-    born: int = 0
-    """When it was computed, seconds since 1970."""
-    used: int = 0
-    """Running number of its last use; after a restart, of its store."""
-    used_s: int = 0
-    """When that was, seconds since 1970, counting its store as a use; 0: not known. See lifetimes.py."""
-    generation: int = 0
-    """Number of removals that had begun when it was stored."""
+    born: int = 0  # when it was computed, seconds since 1970
+    used: int = 0  # running number of its last use; after a restart, of its store
+    used_s: int = 0  # when that was, seconds since 1970, counting its store as a use; 0: not known. See lifetimes.py.
+    generation: int = 0  # number of removals that had begun when it was stored
     state: ChunkState = states.FILLING
     shards: dict[int, Shard] = msgspec.field(default_factory=dict)
-    sealed: int = 0
-    """Shards that are sealed."""
-    position: int = 0
-    """Chunks from the prompt's start to the end of this one; 0 if the parent is unknown: it is loose."""
-    children: int = 0
-    """Chunks that name this one as parent."""
-    holds: int = 0
-    """Pins of requests and leases, and copies in progress."""
-    leases: int = 0
-    """Leases that keep it: those that hold it or a chunk behind it."""
-    wants: int = 0
-    """Requests in queues that are going to read it and all before it; see wants.py."""
+    sealed: int = 0  # shards that are sealed
+    position: int = 0  # chunks from the prompt's start to the end of this one; 0 if the parent is unknown: it is loose
+    children: int = 0  # chunks that name this one as parent
+    holds: int = 0  # pins of requests and leases, and copies in progress
+    leases: int = 0  # leases that keep it: those that hold it or a chunk behind it
+    wants: int = 0  # requests in queues that are going to read it and all before it; see wants.py
     bytes: int = 0
-    broken: bool = False
-    """It is no longer chained, although chunks behind it are."""
+    broken: bool = False  # it is no longer chained, although chunks behind it are
 
     @property
     def depth(self) -> int:
@@ -266,7 +249,5 @@ class Pin(msgspec.Struct, gc=False):
     """
 
     chunks: list[Chunk]
-    matched: int
-    """Chunks in the prefix."""
-    parts: int
-    """Parts that holding `chunks` protects."""
+    matched: int  # chunks in the prefix
+    parts: int  # parts that holding `chunks` protects

@@ -55,8 +55,7 @@ class Removed(msgspec.Struct, frozen=True, gc=False):
     """A chunk has left the index; its bytes are free."""
 
     chunk: Chunk
-    parent: Chunk | None
-    """The chunk before it in its chain."""
+    parent: Chunk | None  # the chunk before it in its chain
     reason: Reason
 
 

@@ -49,12 +49,9 @@ class Restored:
 
     shards: int = 0
     chunks: int = 0
-    dropped: list[str] = field(default_factory=list)
-    """One line per dropped record."""
-    damaged: list[int] = field(default_factory=list)
-    """Slots of the table that do not belong to a complete record."""
-    in_use: list[InUse] = field(default_factory=list)
-    """The memory that clients of the earlier server still use."""
+    dropped: list[str] = field(default_factory=list)  # one line per dropped record
+    damaged: list[int] = field(default_factory=list)  # slots of the table that do not belong to a complete record
+    in_use: list[InUse] = field(default_factory=list)  # the memory that clients of the earlier server still use
 
 
 class InUse(NamedTuple):

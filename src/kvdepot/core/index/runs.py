@@ -21,18 +21,12 @@ from kvdepot.protocol.keys import HASH_BYTES
 class Run(msgspec.Struct, frozen=True, gc=False):
     """Consecutive chunks of one prompt, of which one rank's shards are to be reserved."""
 
-    hashes: bytes
-    """32 bytes per chunk."""
-    size: int
-    """Bytes of one shard."""
-    parent: bytes = b""
-    """The hash of the chunk before the first one; empty: unknown, so that all of them are loose."""
-    position: int = 0
-    """The number of the first chunk in its prompt, counted from 1."""
-    salt: bytes = b""
-    """The salt that the chunks are stored under."""
-    continues: bytes = b""
-    """The key of a tail that these chunks make useless: it is evicted first."""
+    hashes: bytes  # 32 bytes per chunk
+    size: int  # bytes of one shard
+    parent: bytes = b""  # the hash of the chunk before the first one; empty: unknown, so that all of them are loose
+    position: int = 0  # the number of the first chunk in its prompt, counted from 1
+    salt: bytes = b""  # the salt that the chunks are stored under
+    continues: bytes = b""  # the key of a tail that these chunks make useless: it is evicted first
     depth: float = inf
     """The depth (wants.py) of the request that these chunks are loaded for; infinity: only those that lack them say."""
 
@@ -141,10 +135,7 @@ class Reservation(msgspec.Struct, gc=False):
     """The outcome for a run. The shards of `chunks` may be written; these chunks are held until `seal` or `discard`."""
 
     chunks: list[Chunk]
-    places: list[int]
-    """The places of `chunks` in the run."""
-    known: int = 0
-    """Chunks that exist, or that others write or still read."""
+    places: list[int]  # the places of `chunks` in the run
+    known: int = 0  # chunks that exist, or that others write or still read
     refusal: Refusal | None = None
-    refused: int = 0
-    """Chunks from the first refused one on: they are useless without it."""
+    refused: int = 0  # chunks from the first refused one on: they are useless without it

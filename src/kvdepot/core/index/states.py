@@ -26,23 +26,15 @@ class ChunkState(IntEnum):
     """The state of a shard or a chunk: an IntEnum, because each step looks it up, and hashing an Enum is slow."""
 
     # of a shard
-    RESERVED = 0
-    """Its bytes are being written."""
-    LOADING = 1
-    """Its bytes are being read from a tier."""
-    SEALED = 2
-    """Its bytes are what was stored."""
-    CORRUPT = 3
-    """It was sealed, but its bytes must not be used: they are not what was stored, or were forgotten."""
-    FREED = 4
-    """It is in no chunk; the allocator has its extents, or gets them when a load that was given up has ended."""
+    RESERVED = 0  # its bytes are being written
+    LOADING = 1  # its bytes are being read from a tier
+    SEALED = 2  # its bytes are what was stored
+    CORRUPT = 3  # it was sealed, but its bytes must not be used: they are not what was stored, or were forgotten
+    FREED = 4  # it is in no chunk; the allocator has its extents, or gets them when a load that was given up has ended
     # of a chunk
-    FILLING = 5
-    """Not sealed on every rank."""
-    WHOLE = 6
-    """Sealed on every rank, but not known to have a complete chain before it."""
-    CHAINED = 7
-    """Sealed on every rank, and so were all before it in its chain."""
+    FILLING = 5  # not sealed on every rank
+    WHOLE = 6  # sealed on every rank, but not known to have a complete chain before it
+    CHAINED = 7  # sealed on every rank, and so were all before it in its chain
     PENDING_REMOVAL = 8
     """No lookup finds it. It is removed when nothing holds it and nothing is behind it, unless it is stored again."""
     GONE = 9
@@ -51,22 +43,14 @@ class ChunkState(IntEnum):
 class Transition(IntEnum):
     """A change of the state of a shard, of a chunk, or of both at once."""
 
-    RESERVE = 0
-    """A shard (of the chunk) is going to be written."""
-    LOAD = 1
-    """A shard is going to be read from a tier."""
-    SEAL = 2
-    """All bytes of a shard have arrived."""
-    COMPLETE = 3
-    """All shards of the chunk are sealed."""
-    CHAIN = 4
-    """All chunks before this one are chained."""
-    SPOIL = 5
-    """Bytes of a sealed shard are not what was stored, or must not be used."""
-    HIDE = 6
-    """The chunk was forgotten, or is too old, and cannot be removed yet."""
-    RENEW = 7
-    """A chunk that was pending removal is stored again."""
+    RESERVE = 0  # A shard (of the chunk) is going to be written
+    LOAD = 1  # A shard is going to be read from a tier
+    SEAL = 2  # all bytes of a shard have arrived
+    COMPLETE = 3  # all shards of the chunk are sealed
+    CHAIN = 4  # all chunks before this one are chained
+    SPOIL = 5  # bytes of a sealed shard are not what was stored, or must not be used
+    HIDE = 6  # the chunk was forgotten, or is too old, and cannot be removed yet
+    RENEW = 7  # A chunk that was pending removal is stored again
     REMOVE = 8
 
 
