@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvdepot.core.histograms import AGES_S, Buckets
-from kvdepot.core.index.chunk import Chunk
 from kvdepot.core.index.events import IndexEvent, Reason, Removed, Used
 from kvdepot.protocol.status import Status
 
@@ -48,14 +47,10 @@ class Lifetimes:
                 if event.reason is Reason.EVICTED:
                     self._evicted += 1
                     if not self._evicted % _SAMPLED:
-                        self._count_eviction(chunk, wall)
-
-    def _count_eviction(self, chunk: Chunk, wall: int) -> None:
-        self._ages.count(max(0, wall - chunk.born))
-        if chunk.used_s:
-            idle_s = max(0, wall - chunk.used_s)
-            self._idle.count(idle_s)
-            self._recent.append(idle_s)
+                        self._ages.count(max(0, wall - chunk.born))
+                        if chunk.used_s:
+                            self._idle.count(idle_s := max(0, wall - chunk.used_s))
+                            self._recent.append(idle_s)
 
     def fill(self, status: Status) -> None:
         status.holds_s = float(statistics.median(self._recent)) if self._recent else None
