@@ -78,15 +78,11 @@ def classify(namespace: Namespace, rank: int, run: Run, wall: int | None, accoun
     hashes, chunks = run.hashes, namespace.chunks
     keys = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
     plan = Plan(namespace, rank, run, wall, account, Allocator.rounded(run.size), keys)
-    names_one_twice = len(set(keys)) < len(keys)
-    for place, key in enumerate(keys):
-        chunk = chunks.get(key)
-        if names_one_twice and key in keys[:place]:
-            case = KNOWN
-        else:
-            case = NEW if chunk is None else _case_of(chunk, plan)
-        plan.steps.append((key, chunk, case))
-        plan.count += case is NEW or case is LACKING or case is LATE
+    steps = [(key, chunk := chunks.get(key), NEW if chunk is None else _case_of(chunk, plan)) for key in keys]
+    if len(set(keys)) < len(keys):  # the second time that a run names a chunk, the first has reserved it
+        steps = [(key, chunk, KNOWN if key in keys[:at] else case) for at, (key, chunk, case) in enumerate(steps)]
+    cases = [case for _, _, case in steps]
+    plan.steps, plan.count = steps, sum(map(cases.count, (NEW, LACKING, LATE)))
     return plan
 
 
