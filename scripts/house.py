@@ -22,6 +22,7 @@ LIMITS = {
     "source lines": 44_210,
     "test lines": 53_308,
     "functions with more than 5 parameters": 13,
+    "functions above 60 lines": 1,
     "boolean parameters": 65,
     "Any": 97,
     "docstrings that are fragments": 7,
@@ -121,7 +122,9 @@ def docstrings(node: ast.AST, file: str) -> Iterator[Finding]:
 
 
 def signature(node: ast.FunctionDef | ast.AsyncFunctionDef, file: str) -> Iterator[Finding]:
-    """What counts of a function's parameters; the contract's and those of click's commands do not."""
+    """What counts of a function's length and parameters; parameters of the contract and of commands do not."""
+    if (length := (node.end_lineno or node.lineno) - node.lineno + 1) > 60:
+        yield Finding("functions above 60 lines", file, node.lineno, f"{node.name}: {length}")
     is_command = any("command" in ast.unparse(each) for each in node.decorator_list)
     if is_command or any(part in file for part in CONTRACT):
         return

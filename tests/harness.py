@@ -94,7 +94,7 @@ class Harness:
         self.liveness_files: dict[bytes, PlainLiveness] = {}  # of clients that `hello` admitted, by identity
         self.users: dict[bytes, str] = {}  # by connection, the user whose key it has
         self.heard = Heard(index.namespaces.all())  # what the events say, to be compared with the index
-        self.depot = Depot(config, index, tiers, ServerFacts(boot), step_chunks, listeners=[self.heard])
+        self.depot = Depot(config, index, tiers, ServerFacts(boot), step_chunks, readers=[self.heard])
         self.connections = Connections(
             config, self.depot, boot, self.arena_name, open_liveness or self._open_liveness, tenant
         )

@@ -1,18 +1,19 @@
-"""A listener of the index's events, with which tests compare them with the index."""
+"""A reader of the index's events, with which tests compare them with the index."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
 
-from kvdepot.core.index.chunk import Namespace, State, is_there
+from kvdepot.core.index.chunk import Namespace, is_there
 from kvdepot.core.index.events import Hidden, IndexEvent, Removed, Stored
+from kvdepot.core.index.states import ChunkState
+from kvdepot.protocol.status import Status
 
 
 class Heard:
-    """A listener that believes the events, to compare them with the index: which chunks it could find.
+    """A reader that believes the events, to compare them with the index: which chunks it could find.
 
-    The order of events is what listeners rely on, and this is what it comes to, after each request:
+    The order of events is what readers rely on, and this is what it comes to, after each request:
 
     - a chunk that can be found was said to be stored after all that was said against it;
     - of a chunk that has gone, or that is not whole, the last word was `Hidden` or `Removed`. (A removal in progress
@@ -24,7 +25,7 @@ class Heard:
         chunks = (chunk for namespace in namespaces for chunk in namespace.chunks.values())
         self.found = {id(chunk): chunk for chunk in chunks if is_there(chunk)}
 
-    def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[NoReturn]:
+    def read(self, events: Sequence[IndexEvent], wall: int) -> None:
         """Take note of events; raises AssertionError if their order is wrong."""
         for event in events:
             match event:
@@ -33,11 +34,15 @@ class Heard:
                         self.found[id(chunk)] = chunk
                 case Hidden(chunk=chunk) | Removed(chunk=chunk):
                     self.found.pop(id(chunk), None)
-        return ()
+
+    def fill(self, status: Status) -> None:
+        """It has no figures."""
 
     def check(self, namespaces: Iterable[Namespace]) -> None:
         """Raise AssertionError unless what was said is so; O(n)."""
         there = {id(chunk) for namespace in namespaces for chunk in namespace.chunks.values() if is_there(chunk)}
         assert there <= self.found.keys(), "a chunk can be found, and no event has said so"
         for chunk in self.found.values():
-            assert not chunk.gone and chunk.state in (State.WHOLE, State.CHAINED), f"{chunk.key.hex()} cannot be found"
+            assert not chunk.gone and chunk.state in (ChunkState.WHOLE, ChunkState.CHAINED), (
+                f"{chunk.key.hex()} cannot be found"
+            )

@@ -9,7 +9,7 @@ from typing import Any
 from kvdepot.core.forgetting import Work, clear, forget
 from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Chunk, Namespace, Scope
-from kvdepot.core.index.events import IndexEvent, Listener
+from kvdepot.core.index.events import IndexEvent, Reader
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.runs import Reservation, Run
 from kvdepot.eviction import POLICIES
@@ -61,14 +61,14 @@ def sealed(index: Index, namespace: Namespace, rank: int, key: bytes) -> Chunk |
 
 
 class Told(list[IndexEvent]):
-    """Events that a listener gets one by one, as they happen."""
+    """Events that a reader gets one by one, as they happen."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, reader: Reader) -> None:
         super().__init__()
-        self._listener = listener
+        self._reader = reader
 
     def append(self, event: IndexEvent) -> None:
-        self._listener.notice([event], 0.0)
+        self._reader.read([event], 0)
 
 
 class Steps:

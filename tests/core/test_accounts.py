@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvdepot.core.index import matching
-from kvdepot.core.index.chunk import Chunk, Namespace, Shard, State, is_evictable
+from kvdepot.core.index.chunk import Chunk, Namespace, Shard, is_evictable
 from kvdepot.core.index.excess import expire, trim
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.recovery import restore
 from kvdepot.core.index.runs import Refusal, Reservation, Run
+from kvdepot.core.index.states import ChunkState
 from kvdepot.errors import BadRequest
 from kvdepot.eviction import POLICIES, Lru
 from kvdepot.memory.allocator import PAGE, Allocator
@@ -125,7 +126,7 @@ class QuotaMachine(RuleBasedStateMachine):
         loading = old.shards[0] if old is not None else None
         owner = owner if old is None else self.owner_of(old)
         made = self.house.reserve(tenant, path, size, is_load, tag)
-        if made.chunks and loading is not None and loading.state is State.FREED:
+        if made.chunks and loading is not None and loading.state is ChunkState.FREED:
             self.late.append((owner, loading))
             made.chunks.clear()
         after = self.used()
@@ -322,7 +323,7 @@ def test_quotas_that_come_and_go_leave_no_entries_in_the_queues_of_ages() -> Non
 # -- expiry
 
 
-def test_of_the_limits_of_server_tenant_and_salt_the_shortest_applies() -> None:
+def test_the_shortest_ttl_of_server_tenant_and_salt_applies() -> None:
     house = House(16, ttl_s=100)
     x, y = TAGS[1:]
     house.index.set_quota("a", pages(ttl_s=20), x)

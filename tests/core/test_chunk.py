@@ -6,23 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvdepot.core.index import matching
-from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, IllegalTransition, Shard, State
+from kvdepot.core.index.chunk import Chunk, Shard
 from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.states import TRANSITIONS, ChunkState, IllegalTransition, Transition
 from tests.core.shelf import Shelf, keys, reserve_one
 
-FIRST = {State.RESERVED, State.LOADING, State.FILLING}
-LAST = {State.FREED, State.GONE}
+FIRST = {ChunkState.RESERVED, ChunkState.LOADING, ChunkState.FILLING}
+LAST = {ChunkState.FREED, ChunkState.GONE}
 
 
-@pytest.mark.parametrize("state", State)
-@pytest.mark.parametrize("event", Event)
-def test_an_event_leads_to_the_state_in_the_table_or_is_refused(state: State, event: Event) -> None:
+@pytest.mark.parametrize("state", ChunkState)
+@pytest.mark.parametrize("event", Transition)
+def test_an_event_leads_to_the_state_in_the_table_or_is_refused(state: ChunkState, event: Transition) -> None:
     row = dict(TRANSITIONS[state])
     if event in row:
         assert TRANSITIONS[state][event] is row[event]
@@ -38,22 +39,10 @@ def test_every_state_is_reached_from_a_beginning_and_leads_to_an_end() -> None:
         fresh = set(TRANSITIONS[new.pop()].values()) - reached
         reached |= fresh
         new += fresh
-    assert reached == set(State) == set(TRANSITIONS)
-    for state in State:
+    assert reached == set(ChunkState) == set(TRANSITIONS)
+    for state in ChunkState:
         assert (state in LAST) == (not TRANSITIONS[state])
-        assert state in LAST or TRANSITIONS[state][Event.REMOVE] in LAST
-
-
-@given(st.sampled_from(sorted(FIRST)), st.lists(st.sampled_from(list(Event))))
-def test_no_walk_leads_from_shards_to_chunks(state: State, events: list[Event]) -> None:
-    of_shards = set(State) - {State.FILLING, State.WHOLE, State.CHAINED, State.PENDING_REMOVAL, State.GONE}
-    is_shard = state in of_shards
-    for event in events:
-        try:
-            state = TRANSITIONS[state][event]
-        except IllegalTransition:
-            assert event not in TRANSITIONS[state]
-        assert (state in of_shards) == is_shard
+        assert state in LAST or TRANSITIONS[state][Transition.REMOVE] in LAST
 
 
 def facts(index: Index) -> Any:
@@ -101,7 +90,7 @@ class States(RuleBasedStateMachine):
     def reserve(self, number: int, rank: int, wall: int | None) -> None:
         old = self.chunk(number)
         shard = None if old is None else old.shards.get(rank)
-        is_loading = shard is not None and shard.state is State.LOADING
+        is_loading = shard is not None and shard.state is ChunkState.LOADING
         parent = self.chain[number - 1] if number else b"root"
         made = reserve_one(self.index, self.shelf.namespace, rank, self.chain[number], parent, number + 1, wall=wall)
         assert made.refusal is None
@@ -111,7 +100,7 @@ class States(RuleBasedStateMachine):
         (chunk,) = made.chunks
         if shard is not None and is_loading:
             self.late.append(shard)
-        assert chunk.shards[rank].state is (State.LOADING if wall is None else State.RESERVED)
+        assert chunk.shards[rank].state is (ChunkState.LOADING if wall is None else ChunkState.RESERVED)
         self.open[number, rank] = chunk
 
     @rule(number=st.integers(0, 2))
@@ -125,7 +114,7 @@ class States(RuleBasedStateMachine):
     def seal(self, number: int, rank: int) -> None:
         chunk = self.open.get((number, rank)) or self.chunk(number)
         if chunk is not None:
-            may = (number, rank) in self.open and chunk.state is State.FILLING
+            may = (number, rank) in self.open and chunk.state is ChunkState.FILLING
             if self.attempt(lambda: self.index.seal(chunk, rank), may):
                 del self.open[number, rank]
 
@@ -141,7 +130,7 @@ class States(RuleBasedStateMachine):
         chunk = self.chunk(number)
         if chunk is not None:
             shard = chunk.shards.get(rank)
-            may = shard is not None and shard.state is State.SEALED
+            may = shard is not None and shard.state is ChunkState.SEALED
             self.attempt(lambda: self.index.mark_corrupt(chunk, rank), may)
 
     @rule(number=st.integers(0, 2), at_once=st.booleans())
@@ -149,7 +138,7 @@ class States(RuleBasedStateMachine):
         chunk = self.chunk(number)
         if chunk is not None:
             self.index.hide(chunk, at_once)
-            assert chunk.gone or chunk.state is State.PENDING_REMOVAL
+            assert chunk.gone or chunk.state is ChunkState.PENDING_REMOVAL
 
     @rule(number=st.integers(0, 2), reason=st.sampled_from([Reason.EVICTED, Reason.DROPPED]))
     def remove(self, number: int, reason: Reason) -> None:
@@ -157,7 +146,7 @@ class States(RuleBasedStateMachine):
         if chunk is not None:
             may = not chunk.holds and not chunk.children
             if self.attempt(lambda: self.index.remove(chunk, reason), may):
-                assert chunk.gone and chunk.state is State.GONE
+                assert chunk.gone and chunk.state is ChunkState.GONE
 
     @rule()
     def begin_removal(self) -> None:

@@ -158,7 +158,7 @@ def test_a_completion_that_does_not_fit_its_placement_is_refused_and_ends_it(kin
     desk.assert_empty()
 
 
-def test_what_a_client_that_died_was_storing_to_is_given_to_nobody_for_two_seconds() -> None:
+def test_memory_that_a_dead_client_was_storing_to_is_kept_for_two_seconds() -> None:
     desk = Desk(pages=4)
     for name in (b"dies", b"leaves", b"stays"):
         desk.register(desk.hello(name))
@@ -268,7 +268,7 @@ def test_more_pinning_requests_than_allowed_are_refused_until_one_ends() -> None
 # -- bad requests
 
 
-def test_who_has_not_said_hello_is_told_so(desk: Desk) -> None:
+def test_a_request_without_hello_is_refused(desk: Desk) -> None:
     actions = desk.depot.handle(b"stranger", b"12345678", wire.Noop())
     assert [(a.client, a.number, type(a.value)) for a in actions] == [(b"stranger", b"12345678", UnknownClient)]
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvdepot.core.index import matching
-from kvdepot.core.index.chunk import Chunk, Namespace, State, is_forgotten, is_hidden
+from kvdepot.core.index.chunk import Chunk, Namespace, is_forgotten, is_hidden
 from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
+from kvdepot.core.index.states import ChunkState
 from kvdepot.errors import Busy
 from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
@@ -173,7 +174,11 @@ class RemovalMachine(RuleBasedStateMachine):
         handle = reserve(self.index, namespace, rank, key, key_of(path[:-1]), len(path), PAGE, salt)
         assert handle is not None
         kept = self.kept.get((place, key))
-        if kept is None or kept.handle is not handle or (kept.forgotten and handle.state is not State.PENDING_REMOVAL):
+        if (
+            kept is None
+            or kept.handle is not handle
+            or (kept.forgotten and handle.state is not ChunkState.PENDING_REMOVAL)
+        ):
             kept = self.kept[place, key] = Kept(place, path, handle.salt, handle)
         return kept
 
@@ -292,8 +297,8 @@ class RemovalMachine(RuleBasedStateMachine):
         self.forget_what_is_gone()
         for (place, key), kept in self.kept.items():
             if not kept.forgotten and kept.ranks == place + 1:
-                assert self.namespaces[place].chunks[key].state in (State.WHOLE, State.CHAINED)
-        self.heard.notice(self.index.take_events(), 0.0)
+                assert self.namespaces[place].chunks[key].state in (ChunkState.WHOLE, ChunkState.CHAINED)
+        self.heard.read(self.index.take_events(), 0)
         self.heard.check(self.namespaces)
         if not self.removals:
             assert not any(each.hiding for each in self.namespaces)
@@ -316,7 +321,7 @@ class RemovalMachine(RuleBasedStateMachine):
         self.removals.clear(self.namespaces)
         self.removals.finish()
         assert (self.index.chunks, self.index.reserved, self.index.held) == (0, 0, 0)
-        self.heard.notice(self.index.take_events(), 0.0)
+        self.heard.read(self.index.take_events(), 0)
         assert self.index.allocator.free_bytes == self.index.allocator.capacity and not self.index.namespaces.all()
         assert not self.heard.found
 

@@ -346,7 +346,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         self.index.validate()
         whole = {place for place in self.model.parts if self.model.is_usable(*place)}
-        self.heard.notice(self.index.take_events(), 0.0)
+        self.heard.read(self.index.take_events(), 0)
         self.heard.check(self.rack.namespaces)
         told = {(chunk.namespace.group, chunk.key) for chunk in self.heard.found.values()}
         assert whole <= told
@@ -534,7 +534,7 @@ def test_a_run_has_room_if_a_victim_takes_along_a_chunk_of_it(is_corrupt: bool) 
 
 
 @pytest.mark.parametrize("is_corrupt", [False, True])
-def test_what_one_rank_renews_is_new_to_tiers_removals_and_the_next_server(is_corrupt: bool) -> None:
+def test_a_chunk_that_one_rank_renews_is_new_to_tiers_removals_and_restarts(is_corrupt: bool) -> None:
     index, namespace = index_of(64, ranks=2, ttl_s=10)
     first, second = keys("a", 2)
     for rank in range(2):

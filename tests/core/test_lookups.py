@@ -216,7 +216,7 @@ def test_a_server_that_ends_answers_with_what_it_has(desk: Desk) -> None:
     assert_quiet(desk)
 
 
-def test_what_it_has_found_so_far_is_not_evicted_while_it_waits() -> None:
+def test_chunks_that_a_waiting_lookup_has_found_are_not_evicted() -> None:
     desk = Desk(pages=8)
     desk.register_groups(HYBRID, client=desk.hello(b"one"))
     chain = prompt("a", 4)
@@ -444,7 +444,7 @@ def test_a_place_that_is_out_of_bounds_is_refused(desk: Desk, place: int) -> Non
     assert isinstance(answer, BadRequest) and "place" in str(answer)
 
 
-def test_what_a_queue_is_going_to_read_outlives_stores_that_nobody_waits_for() -> None:
+def test_wanted_chunks_outlive_stores_that_nobody_waits_for() -> None:
     desk = with_prompts("b", "a", chunks=12, pages=40)
     first, second = (desk.send(b"one", queued(lookup(prompt(name, 12), name))) for name in "ab")
     assert desk.answers[first] == 12 and unheard(desk, second)
@@ -626,7 +626,7 @@ def test_a_lookup_without_pins_ends_the_session_that_it_replaces(desk: Desk) -> 
     assert not desk.index.held and not desk.depot.client(b"one").sessions and not desk.depot.pins.budget.bytes
 
 
-def test_of_clients_that_died_together_none_is_answered(desk: Desk) -> None:
+def test_clients_that_died_together_are_not_answered(desk: Desk) -> None:
     chain = prompt("a", 3)
     begin(desk, store(chain))
     asked = desk.send(b"two", lookup(chain))

@@ -127,7 +127,7 @@ def test_a_chunk_from_the_future_is_as_old_as_the_arena_is_taken_over() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_clients_of_the_earlier_server_use_is_given_to_nobody_until_they_end(seed: int) -> None:
+def test_memory_that_clients_of_the_earlier_server_use_is_kept_until_they_end(seed: int) -> None:
     rng = random.Random(seed)
     index = make(pages=40)
     rack = Rack(rng.choice([(0,), (0, 2)]), index=index)
@@ -156,7 +156,7 @@ def test_what_clients_of_the_earlier_server_use_is_given_to_nobody_until_they_en
     assert after.allocator.free_bytes == after.allocator.capacity and after.held == 0
 
 
-def test_of_two_writers_with_one_number_no_shard_is_kept() -> None:
+def test_shards_of_two_writers_with_one_number_are_dropped() -> None:
     after, restored = restored_from(record(writer=1), WriterRecord(1, "one"), WriterRecord(1, "two"))
     assert (restored.shards, len(restored.dropped), after.records.used) == (0, 1, 0)
 
@@ -189,7 +189,7 @@ def test_two_shards_that_claim_the_same_bytes_are_both_dropped() -> None:
     assert all("same bytes" in line for line in restored.dropped)
 
 
-def test_of_a_shard_recorded_twice_the_later_one_counts() -> None:
+def test_the_later_of_two_records_of_a_shard_counts() -> None:
     earlier = record(serial=1, checksum=11, extents=((START + PAGE, PAGE),))
     after, restored = restored_from(record(serial=2, checksum=22), earlier)
     assert restored.shards == 1

@@ -5,7 +5,6 @@ A request takes its wait for the depot, then the time of computing what it did n
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -175,7 +174,7 @@ def test_a_tier_with_slow_answers_is_asked_only_while_it_has_something(tier: Mem
     assert max(took) < 1.32 and max(took[8:]) <= TWENTIETH
 
 
-def test_what_only_a_slow_tier_has_is_left_and_the_rest_is_loaded(tier: MemoryTier) -> None:
+def test_chunks_that_only_a_slow_tier_has_are_computed_and_the_rest_is_loaded(tier: MemoryTier) -> None:
     far = MemoryTier()
     engine, prompts = new_engine(tier, ("redis://far?write=off", far)), chains(far)
     engine.chunk_s = {0: 0.01, 1: 0.4}
@@ -238,20 +237,6 @@ def test_a_state_that_makes_a_whole_prefix_usable_is_loaded_however_slow(tier: M
     speed.loaded(PAGE, -3 * 16 / SPEED, 0.0)  # a part takes as long as computing three chunks
     fast = msgspec.structs.replace(look(chain), speed=SPEED)
     assert there.find(b"one", fast) == CHUNKS
-
-
-def test_the_log_says_once_that_a_tier_is_slow_and_once_that_it_is_not(
-    tier: MemoryTier, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "kvdepot.core.tiering.tier")
-    engine, prompts = new_engine(tier, chunk_s=0.5), chains(tier)
-    for _ in range(80):
-        engine.run(next(prompts))
-    assert caplog.text.count("engines compute faster than it loads") == 1
-    engine.chunk_s[0] = 0.02
-    for _ in range(80):
-        engine.run(next(prompts))
-    assert caplog.text.count("it loads faster than engines compute again") == 1
 
 
 def test_a_hurried_lookup_is_answered_from_memory_at_once_and_counted_once(tier: MemoryTier) -> None:

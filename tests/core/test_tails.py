@@ -72,7 +72,7 @@ def test_a_prompt_of_less_than_a_chunk_is_a_tail_alone(desk: Desk) -> None:
     assert desk.ask(b"one", msgspec.structs.replace(with_tails(first), hashes=b"")) == wire.Hit(0, 0)
 
 
-def test_what_a_tail_pins_counts_in_the_pin_budget(desk: Desk) -> None:
+def test_a_pinned_tail_counts_in_the_pin_budget(desk: Desk) -> None:
     alone = msgspec.structs.replace(with_tails(tail("long", 0), tail("short", 0)), hashes=b"")
     keep(desk, tail("short", 0))
     for request in stored(tail("long", 0)):

@@ -119,7 +119,7 @@ def _with_tenants(tier: MemoryTier, pages: int, quotas: dict[str, Quota]) -> Hos
     return host
 
 
-def test_what_cannot_be_loaded_ends_the_prefix_of_models_with_groups_there(tier: MemoryTier) -> None:
+def test_a_part_that_cannot_be_loaded_ends_the_prefix_of_all_groups(tier: MemoryTier) -> None:
     chain, reaches = prompt("a", 6), (0, 1)
     here, there = (group_host(reaches, tier, url=url) for url in ("disk:///d", "disk:///d?write=off"))
     for request in group_stores(reaches, chain, [range(6), range(6)]):
@@ -380,7 +380,7 @@ def test_memory_hands_what_it_evicts_to_the_tier_before_its_room_is_needed(tier:
     host.assert_quiet()
 
 
-def test_what_a_far_tier_had_is_kept_in_the_nearer_one(tier: MemoryTier) -> None:
+def test_a_chunk_loaded_from_a_far_tier_is_saved_in_the_nearer_one(tier: MemoryTier) -> None:
     near = MemoryTier()
     here = new_host(tier)
     there = new_host(("disk:///d", near), ("redis://far", tier))
@@ -400,7 +400,7 @@ def test_a_tier_that_is_off_is_read_and_never_written(tier: MemoryTier) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "learned"])
-def test_what_is_used_while_it_is_handed_down_stays_under_every_policy(tier: MemoryTier, policy: str) -> None:
+def test_a_chunk_that_is_used_during_its_demotion_stays_under_every_policy(tier: MemoryTier, policy: str) -> None:
     from kvdepot.eviction import POLICIES
 
     host = new_host(("disk:///d?write=on_evict", tier), pages=16)
@@ -421,7 +421,7 @@ def test_what_is_used_while_it_is_handed_down_stays_under_every_policy(tier: Mem
 # -- looking after tiers
 
 
-def test_quiet_tiers_are_looked_after() -> None:
+def test_tiers_without_calls_are_probed() -> None:
     tier = MemoryTier()
     host = new_host(tier)
     host.tick(5.0, 1005.0)
@@ -532,7 +532,7 @@ def test_another_host_gets_byte_for_byte_what_one_stored_and_no_more(
 
 
 @pytest.mark.parametrize("parts", [[range(6), []], [[], range(6)], [range(1, 6), range(6)]])
-def test_where_no_boundary_can_be_restored_nothing_is_loaded(tier: MemoryTier, parts: Parts) -> None:
+def test_nothing_is_loaded_if_no_boundary_can_be_restored(tier: MemoryTier, parts: Parts) -> None:
     reaches, chain = (0, 2), prompt("a", 6)
     fill(tier, reaches, chain, parts)
     there = group_host(reaches, tier)
@@ -560,7 +560,7 @@ def test_two_lookups_of_one_prompt_wait_for_one_load(tier: MemoryTier) -> None:
 
 
 @pytest.mark.parametrize(("numbers", "is_enough"), [([1], False), ([4, 5], True)])
-def test_at_half_time_what_the_other_tiers_have_is_loaded_if_a_boundary_comes_of_it(
+def test_at_half_time_loads_begin_without_the_tier_that_has_not_answered(
     tier: MemoryTier, numbers: list[int], is_enough: bool
 ) -> None:
     reaches, chain = (0, 2), prompt("a", 6)
@@ -579,7 +579,7 @@ def test_at_half_time_what_the_other_tiers_have_is_loaded_if_a_boundary_comes_of
     there.assert_quiet()
 
 
-def test_of_a_prompt_too_large_to_be_loaded_at_once_a_boundary_comes_each_time(tier: MemoryTier) -> None:
+def test_a_prompt_larger_than_half_the_arena_loads_up_to_a_boundary(tier: MemoryTier) -> None:
     reaches, chain = (0, 2), prompt("a", 20)
     fill(tier, reaches, chain, [range(20), [*range(8), 18, 19]])
     there = group_host(reaches, tier, url="disk:///d?write=off", pages=26)
@@ -713,7 +713,7 @@ def test_ended_tier_searches_are_not_kept_until_their_deadline(tier: MemoryTier)
     for i in range(3000):
         host.find(b"one", look(prompt("a", 2), f"r{i}"))
     assert not host.depot.tiering.loads
-    assert len(host.depot.tiering._deadlines) <= 1024
+    assert len(host.depot.lookups._timers) <= 1024
 
 
 def test_forgets_do_not_pile_up(tier: MemoryTier) -> None:

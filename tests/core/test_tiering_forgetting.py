@@ -53,7 +53,7 @@ def test_a_tier_that_cannot_forget_says_so(tier: MemoryTier) -> None:
     assert said == {"memory": 3, "disk:///d": "not forgotten: injected: the store is unavailable"}
 
 
-def test_what_was_being_saved_when_it_was_forgotten_is_forgotten_after_that() -> None:
+def test_a_chunk_forgotten_during_its_save_is_removed_from_the_tier_after_it() -> None:
     tier = MemoryTier()
     for late in (0, 1):  # whether the save fails after it has happened
         host = new_host(tier)
@@ -92,7 +92,7 @@ def stamped(tier: MemoryTier) -> tuple[Host, Host]:
 FORGET = wire.ForgetChunks("m", writer="bad")
 
 
-def test_what_a_writer_saved_is_forgotten_in_a_tier_and_what_it_saves_later_is_not(tier: MemoryTier) -> None:
+def test_a_tier_forgets_a_writers_earlier_objects_and_keeps_its_later_ones(tier: MemoryTier) -> None:
     here, there = stamped(tier)
     assert there.find(b"one", FORGET) == {"memory": 0, "disk:///d": 0}
     assert here.find(b"one", FORGET) == {"memory": 4, "disk:///d": 0}, "the other host had it in memory"
@@ -116,7 +116,7 @@ def test_a_refused_object_is_removed_and_a_forgotten_model_leaves_no_stamps(tier
     assert not tier.objects
 
 
-def test_what_is_loaded_from_a_tier_knows_its_writer(tier: MemoryTier) -> None:
+def test_a_chunk_loaded_from_a_tier_has_its_writer(tier: MemoryTier) -> None:
     _, there = stamped(tier)
     asked = msgspec.structs.replace(look(prompt("bad", 4)), writers=True)
     assert there.find(b"one", asked) == wire.Hit(4, writers=(wire.WriterRun(4, "bad"),))
@@ -133,7 +133,7 @@ def test_another_server_of_a_shared_tier_notices_within_a_minute(tier: MemoryTie
     assert there.find(b"one", look(prompt("more", 2), "later")) == 0
 
 
-def test_what_was_being_loaded_when_its_writer_was_forgotten_is_not_served(tier: MemoryTier) -> None:
+def test_a_chunk_whose_writer_was_forgotten_during_its_load_is_not_served(tier: MemoryTier) -> None:
     _, there = stamped(tier)
     asked = there.send(b"one", look(prompt("bad", 4)))
     there.work()
@@ -193,7 +193,7 @@ def test_a_lease_that_ends_while_it_looks_behind_memory_does_not_begin_after_tha
     host.assert_quiet()
 
 
-def test_what_is_pinned_and_too_old_stays_whole_when_its_head_is_stored_anew() -> None:
+def test_an_expired_pinned_chain_stays_whole_when_its_head_is_stored_again() -> None:
     host = new_host(ttl_s=60)
     chain = prompt("a", 3)
     host.find(b"one", store(chain))

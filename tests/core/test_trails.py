@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvdepot.core import trails
+from kvdepot.core import departures
 from kvdepot.core.index import matching
 from kvdepot.errors import BadRequest, UnknownRequest
 from kvdepot.keys import ChunkChain, derive_root
@@ -82,7 +82,7 @@ def test_an_evicted_chunk_is_named_with_the_time_since_then(desk: Desk) -> None:
 
 
 def test_the_latest_chunks_that_left_are_remembered(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trails, "_MOST_LEFT", 2)
+    monkeypatch.setattr(departures, "_MOST", 2)
     for number in range(1, 15):
         desk.ask(b"one", store(chain(number)))
     remembered = [number for number in range(1, 11) if ends(desk, chain(number), f"r{number}")[1] == "evicted"]

@@ -1,11 +1,12 @@
-"""One message crosses few files of the server: the walk of a store, and of a lookup that memory answers.
+"""One request crosses few files of the server: the walk of a store, and of a lookup that memory answers.
 
-Counted are the files that decide; not those of protocol/, which only encode and measure, nor the listeners, which read
-the events afterwards.
+Counted are the files that decide: not those of protocol/, which only encode and measure, nor those that only count what
+was decided, nor the readers, which get the events afterwards.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,12 +25,8 @@ from kvdepot.protocol.wire import Request
 from tests.core.desk import PER_CHUNK, Desk, layout, lookup, prompt, store
 
 CHUNKS = 4
-MOST_STORE, MOST_LOOKUP = 9, 9
-MOST_STAYS = 21
-"""Stays of a store's request in all files, those of protocol/ included."""
-LISTENERS = {"lifetimes", "trails", "tiering", "lookups"}
-COUNTING = {"trails", "usage", "histograms"}
-"""Files that count what a lookup has found, and decide nothing."""
+BESIDE = ("protocol/", "core/trails", "core/usage", "core/histograms")
+READERS = ("core/departures", "core/index/lifetimes", "kv_events/feed")
 
 
 SOURCE = str(Path(kvdepot.__file__).parent) + "/"
@@ -64,27 +61,23 @@ class Walk:
             self.stays.append(frame.f_code.co_filename.removeprefix(SOURCE).removesuffix(".py"))
 
 
-def walk(desk: Desk, request: Request) -> tuple[Walk, Walk]:
-    """The walks of a request, and of what follows until its last answer."""
-    asked, ended = Walk(), Walk()
-    frames = [b"one", wire.encode_request(1 << 20, request)]
-    with asked.watching():
-        (action,) = desk.connections.receive(frames, "", desk.now)
+def walk(desk: Desk, request: Request) -> list[str]:
+    """The stays of a request in the files that decide, until its last answer; a store's bytes are completed at once."""
+    seen, depot = Walk(), desk.depot
+    with seen.watching():
+        (action,) = depot.handle(b"one", bytes([1] * 8), request, desk.now)
     if isinstance(action, Prepare):
-        with ended.watching():
-            (action,) = desk.depot.finished(action.token, Prepared(True), desk.now)
+        with seen.watching():
+            (action,) = depot.finished(action.token, Prepared(True), desk.now)
         assert isinstance(action, Reply) and isinstance(action.value, wire.Placement)
         placed = action.value
-        frames = [
-            b"one",
-            wire.encode_request(2 << 20, wire.Complete(placed.operation, placed.boot, True, [0] * CHUNKS)),
-        ]
-        with ended.watching():
-            (action,) = desk.connections.receive(frames, "", desk.now)
+        with seen.watching():
+            end = wire.Complete(placed.operation, placed.boot, True, [0] * CHUNKS)
+            (action,) = depot.handle(b"one", bytes([2] * 8), end, desk.now)
     assert isinstance(action, Reply) and not isinstance(action.value, KVDepotError)
-    with ended.watching():
-        desk.connections.encode(action, desk.now)
-    return asked, ended
+    first = next((at for at, file in enumerate(seen.stays) if file in READERS), len(seen.stays))
+    assert not set(seen.stays[first:]) - set(READERS), f"readers come last: {seen}"
+    return [file for file in seen.stays if not file.startswith((*BESIDE, *READERS))]
 
 
 @pytest.fixture
@@ -93,33 +86,20 @@ def desk() -> Desk:
     desk.hello()
     assert desk.ask(b"one", wire.Register(1, layout(), "m", 1, 0, PER_CHUNK)) is None
     desk.ask(b"one", store(prompt("first", CHUNKS)))
-    desk.depot._listeners.remove(desk.heard)  # which no server has
+    desk.depot._readers.remove(desk.heard)  # which no server has
     return desk
 
 
-def deciding(each: Walk, listeners: set[str]) -> list[str]:
-    """The files of a walk that decide, in order."""
-    return [
-        file
-        for file in dict.fromkeys(each.stays)
-        if not file.startswith("protocol/") and file.split("/")[-1] not in listeners
-    ]
-
-
-def test_a_store_crosses_nine_files(desk: Desk) -> None:
-    asked, ended = walk(desk, store(prompt("third", CHUNKS)))
-    files = dict.fromkeys([*deciding(asked, LISTENERS), *deciding(ended, LISTENERS)])
-    assert len(files) <= MOST_STORE and len(asked.stays) <= MOST_STAYS, f"{asked}\n{ended}"
-    assert asked.stays.count("core/index/index") == 1, "a request enters the index once"
-    assert asked.stays.count("core/index/index") + ended.stays.count("core/index/index") <= 3
+def test_a_store_is_decided_in_twenty_stays_and_twelve_returns(desk: Desk) -> None:
+    stays = walk(desk, store(prompt("third", CHUNKS)))
+    assert len(stays) <= 20 and len(stays) - len(set(stays)) <= 12, stays
+    assert stays.count("core/index/index") == 2, "it enters the index once for its chunks, and once with their bytes"
 
 
 def test_a_lookup_that_memory_answers_crosses_nine_files(desk: Desk) -> None:
     desk.ask(b"one", lookup(prompt("first", CHUNKS), "before"))
-    asked, ended = walk(desk, lookup(prompt("first", CHUNKS)))
-    beside = LISTENERS - {"lookups"} | COUNTING
-    files = dict.fromkeys([*deciding(asked, beside), *deciding(ended, beside)])
-    assert len(files) <= MOST_LOOKUP, f"{asked}\n{ended}"
+    stays = walk(desk, lookup(prompt("first", CHUNKS)))
+    assert len(set(stays)) <= 9, stays
 
 
 def test_a_lookup_that_memory_answers_is_decided_in_ten_stays_and_three_returns(desk: Desk) -> None:
@@ -129,9 +109,15 @@ def test_a_lookup_that_memory_answers_is_decided_in_ten_stays_and_three_returns(
         (action,) = desk.depot.lookups.look_up(client, bytes(8), request, desk.now)
     assert isinstance(action, Reply) and action.value == wire.Hit(CHUNKS)
     assert len(found.stays) <= 10 and len(found.stays) - len(set(found.stays)) <= 3, str(found)
-    desk.depot._publish([])
+    desk.depot._conclude([])
 
 
 def test_the_index_stays_small() -> None:
     source = Path(index.__file__).read_text()
     assert len(source.splitlines()) <= 450 and source.count("\n    def ") <= 25
+
+
+@pytest.mark.parametrize("file", READERS)
+def test_a_reader_imports_only_the_values_of_events_from_the_index(file: str) -> None:
+    imported = re.findall(r"(?m)^from kvdepot\.core\.index(?:\.(\w+))? import", Path(SOURCE, f"{file}.py").read_text())
+    assert set(imported) <= {"chunk", "events"}

@@ -215,18 +215,7 @@ def left(namespace: Namespace, name: str) -> int:
     return sum(key in namespace.chunks for key in keys(name, 64))
 
 
-def test_a_store_that_nobody_waits_for_takes_what_nobody_wants_and_no_more() -> None:
-    index, namespace = house(6, a=3, b=3)
-    want = said(index, "engine", top(namespace, "a", 3))
-    assert store(index, namespace, "c", 3) is None  # b was used later than a
-    assert store(index, namespace, "d", 4) is Refusal.WANTED
-    assert [left(namespace, name) for name in "abcd"] == [3, 0, 0, 3]
-    index.wants.unwant(want)
-    assert store(index, namespace, "e", 6) is None
-    assert [left(namespace, name) for name in "ade"] == [0, 0, 6]
-
-
-def test_what_is_wanted_last_goes_first_and_its_tail_before_its_head() -> None:
+def test_the_last_wanted_chain_goes_first_and_its_tail_before_its_head() -> None:
     index, namespace = house(6, a=2, b=2, c=2)
     for name in "cab":  # the order of the queue is not that of the stores
         said(index, "engine", top(namespace, name, 2), size=2)
@@ -264,7 +253,7 @@ def test_an_engine_that_floods_the_depot_keeps_as_many_bytes_of_its_queue_as_oth
     assert kept == [0, 1, 2, 3] and all(left(namespace, f"few{i}") == 2 for i in range(4))
 
 
-def test_what_several_requests_share_is_wanted_by_the_first_of_them() -> None:
+def test_a_shared_chunk_is_wanted_by_the_first_of_its_requests() -> None:
     index, namespace = house(6, a=3, b=3)
     first = said(index, "engine", top(namespace, "a", 2), size=2)
     said(index, "engine", top(namespace, "b", 3), size=3)
@@ -300,31 +289,6 @@ def test_a_store_has_the_depth_of_the_first_request_that_lacks_one_of_its_chunks
     assert index.wants.waiting_for(namespace, *keys("c", 2)) is None
 
 
-def test_a_chunk_that_takes_the_place_of_its_tail_keeps_the_earlier_wants_depth() -> None:
-    index, namespace = house(6, a=3, b=3)
-    said(index, "engine", top(namespace, "b", 1), size=1)  # depth 0
-    said(index, "engine", top(namespace, "a", 3), size=3)  # 1
-    said(index, "engine", top(namespace, "b", 3), size=3)  # 4
-    said(index, "engine", top(namespace, "a", 2), size=3)  # 7, but wanted at 1 with what is behind it
-    assert store(index, namespace, "c", 3, depth=0) is None
-    assert (left(namespace, "a"), left(namespace, "b")) == (2, 1)
-    index.hold(top(namespace, "c", 3))
-    assert store(index, namespace, "d", 1, depth=3) is Refusal.WANTED
-    assert store(index, namespace, "d", 1, depth=0) is None
-    assert (left(namespace, "a"), left(namespace, "b")) == (1, 1)
-
-
-def test_what_is_left_of_a_wanted_prefix_can_go_after_its_end_was_removed() -> None:
-    index, namespace = house(4, a=4)
-    want = said(index, "engine", top(namespace, "a", 4), size=4, place=1)
-    said(index, "engine", [], size=1)
-    assert store(index, namespace, "b", 1, depth=0) is None
-    index.hide(top(namespace, "a", 3)[0])
-    assert store(index, namespace, "c", 2, depth=0) is None
-    assert (left(namespace, "a"), [chunk.position for chunk in want.tops.values()]) == (2, [2])
-    assert store(index, namespace, "d", 3, depth=0) is None
-
-
 def test_no_want_moves_to_a_chunk_that_has_gone_before_those_behind_it() -> None:
     index, namespace = house(4, a=2)
     first, second = (namespace.chunks[key] for key in keys("a", 2))
@@ -338,23 +302,7 @@ def test_no_want_moves_to_a_chunk_that_has_gone_before_those_behind_it() -> None
     index.validate()
 
 
-def test_wanted_chunks_can_go_from_the_account_that_a_new_quota_gives_them() -> None:
-    index = index_of(4)
-    (namespace,) = index.namespaces.find_groups("m", 1, 0, wire_groups((0,)), "tenant")
-    namespace.live = 1
-    assert store(index, namespace, "a", 4) is None
-    for tops in [], top(namespace, "a", 4):
-        said(index, "engine", tops)
-    assert store(index, namespace, "b", 1, depth=0) is None
-    index.set_quota("tenant", Quota(floor_bytes=PAGE))
-    assert store(index, namespace, "c", 2, depth=0) is None
-    assert left(namespace, "a") == 2
-    index.set_quota("tenant", Quota(cap_bytes=PAGE))
-    trim(index, 8)
-    assert (left(namespace, "a"), index.chunks) == (1, 1), "wanted chunks keep nobody above a cap"
-
-
-def test_of_chunks_without_known_parents_the_last_wanted_one_goes_first() -> None:
+def test_the_last_wanted_chunk_without_a_known_parent_goes_first() -> None:
     index, namespace = house(3)
     chain = keys("a", 3)
     made = index.reserve(namespace, 0, Run(b"".join(chain), PAGE), 0)
@@ -372,15 +320,6 @@ def test_the_first_in_a_queue_is_waited_for_and_any_group_of_its_model_counts() 
     for want in later, first:
         index.wants.want(want, [], (rack.namespaces[1], key))
     assert all(index.wants.waiting_for(group, key) is first for group in rack.namespaces)
-
-
-def test_a_tail_that_others_continue_stays_while_it_is_wanted() -> None:
-    index, namespace = house(3, a=1)
-    said(index, "engine", top(namespace, "a", 1))
-    (tail,) = keys("a", 1)
-    index.reserve(namespace, 0, Run(keys("b", 1)[0], PAGE, b"root", 1, continues=tail), 0)
-    assert store(index, namespace, "c", 2) is Refusal.WANTED
-    assert tail in namespace.chunks
 
 
 def lines(function: Callable[[], object]) -> int:

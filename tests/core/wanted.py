@@ -90,6 +90,12 @@ class WatchedIndex(Index):
             self._check_eviction(chunk, depth)
         super().remove(chunk, reason)
 
+    def _unlink(self, chunk: Chunk, reason: Reason) -> Chunk | None:
+        for want, prefix in self.prefixes.items():
+            if id(chunk) in prefix:  # nothing is behind it any more: it is the first that the want lacks
+                self.lacks[want] = chunk.namespace, chunk.key
+        return super()._unlink(chunk, reason)
+
     def _check_eviction(self, chunk: Chunk, depth: float) -> None:
         account = chunk.account
         others = [self.wanted(each) for each in self._evictable(account)]

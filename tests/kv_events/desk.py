@@ -121,7 +121,7 @@ class Desk:
         return self
 
     def tick(self) -> None:
-        self.feed.tick(self.index, frozenset([(A, self.shelf.namespace)]))
+        self.feed.tick(self.index.namespaces.all(), frozenset([(A, self.shelf.namespace)]))
 
     def store(self, tokens: list[int]) -> list[int]:
         """Store and describe a prompt's chunks; returns the prompt."""

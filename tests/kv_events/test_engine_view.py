@@ -36,7 +36,7 @@ class Reader:
     def read(self) -> Router:
         """What the router believes after all changes so far."""
         namespace = self.shelf.namespace
-        self.feed.tick(self.shelf.index, frozenset((topic, namespace) for topic in self.topics))
+        self.feed.tick(self.shelf.index.namespaces.all(), frozenset((topic, namespace) for topic in self.topics))
         while changes := self.feed.take(engine_view.BATCH):
             for topics, events in self.view.apply(changes):
                 assert sum(len(getattr(event, "block_hashes", ())) for event in events) <= engine_view.BATCH

@@ -6,10 +6,11 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kvdepot.core.depot import Depot
-from kvdepot.core.index.chunk import Chunk, Namespace, Shard, State, is_evictable
+from kvdepot.core.index.chunk import Chunk, Namespace, Shard, is_evictable
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.matching import for_lookup
 from kvdepot.core.index.recovery import InUse
+from kvdepot.core.index.states import ChunkState
 from kvdepot.core.lookups.phases import STORE_S
 from kvdepot.memory.allocator import PAGE, Extents
 from kvdepot.protocol import wire
@@ -165,7 +166,11 @@ class Checks:
 
         def is_there(group: Namespace, key: bytes) -> bool:
             chunk = group.chunks.get(key)
-            return chunk is not None and chunk.state in (State.WHOLE, State.CHAINED) and self._may_be_given(chunk)
+            return (
+                chunk is not None
+                and chunk.state in (ChunkState.WHOLE, ChunkState.CHAINED)
+                and self._may_be_given(chunk)
+            )
 
         return longest(groups, keys_in(request), request.tails, is_there)
 
@@ -330,7 +335,7 @@ class Checks:
             return
         for namespace in self.index.namespaces.all() if ttl_s else ():
             for chunk in namespace.chunks.values():
-                fresh = chunk.born + ttl_s > wall or chunk.state not in (State.WHOLE, State.CHAINED)
+                fresh = chunk.born + ttl_s > wall or chunk.state not in (ChunkState.WHOLE, ChunkState.CHAINED)
                 assert fresh or not is_evictable(chunk), f"{chunk.key.hex()[:8]} is too old, and still there"
 
     # -- at the end

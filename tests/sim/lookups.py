@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvdepot.core.index.chunk import Namespace, State, is_hidden, is_there
+from kvdepot.core.index.chunk import Namespace, is_hidden, is_there
+from kvdepot.core.index.states import ChunkState
 from kvdepot.core.lookups.phases import STORE_S, SearchPhase
 from kvdepot.protocol import wire
 from kvdepot.tiers.format import NO_SALT, ShardFacts
@@ -253,5 +254,5 @@ class Waits:
         return (
             chunk is not None
             and not is_hidden(chunk)
-            and any(shard.state is State.RESERVED for shard in chunk.shards.values())
+            and any(shard.state is ChunkState.RESERVED for shard in chunk.shards.values())
         )

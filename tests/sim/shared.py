@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdepot.core.index.chunk import Chunk, State
+from kvdepot.core.index.chunk import Chunk
 from kvdepot.core.index.runs import Reservation
+from kvdepot.core.index.states import ChunkState
 from kvdepot.errors import ArenaError
 from kvdepot.protocol import wire
 from kvdepot.tiers.worker import Load
@@ -90,18 +91,18 @@ class SealedIndex(WatchedIndex):
     def meet(self, what: str) -> None:
         self.server.world.counters[what] += 1
 
-    def seal(self, chunk: Chunk, rank: int, checksum: int = 0, born: int = 0) -> None:
+    def _seal(self, chunk: Chunk, rank: int, checksum: int, born: int) -> None:
         for start, size in chunk.shards[rank].extents:
             self.server.file.flips.difference_update(range(start, start + size))
         self.server.check_bytes(chunk, rank, "sealed")
         self.server.check_carried(chunk.shards[rank])
         loads = isinstance(self.server.doing, Load)
         self.server.host.forgettings.arrived(chunk, rank, loads)
-        super().seal(chunk, rank, checksum, born)
+        super()._seal(chunk, rank, checksum, born)
 
     def mark_corrupt(self, chunk: Chunk, rank: int) -> None:
         self.server.condemned[chunk.key] = self.server.world.now
-        self.server.world.counters["flip_found"] += chunk.state is not State.PENDING_REMOVAL
+        self.server.world.counters["flip_found"] += chunk.state is not ChunkState.PENDING_REMOVAL
         super().mark_corrupt(chunk, rank)
 
     def reserve(self, *args: Any, **kwargs: Any) -> Reservation:

@@ -20,8 +20,7 @@ class Reply:
 
     client: bytes
     number: bytes
-    value: object
-    """The answer, of the type that protocol/wire.py gives for the request."""
+    value: object  # the answer, of the type that protocol/wire.py gives for the request
 
 
 @dataclass(slots=True)

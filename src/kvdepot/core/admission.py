@@ -24,14 +24,21 @@ def summed_below(verify: str) -> int:
     return {"always": 256, "sampled": 256 // _SAMPLED}.get(verify, 0)
 
 
-def chunks_named(request: wire.Request) -> int:
-    """The number of chunks that a request names; 0 for requests whose work does not depend on a list of chunks."""
+def check(request: wire.Request) -> int:
+    """The number of chunks that a request names; 0 if its work does not depend on a list of chunks. Raises BadRequest
+    unless what a lookup, copy or registration says is within bounds."""
     match request:
-        case wire.Lookup() | wire.TakeLease() | wire.Drop() | wire.Describe() | wire.Inspect():
-            return len(request.hashes) // HASH_BYTES
+        case wire.Lookup():
+            check_lookup(request)
         case wire.Store() | wire.Retrieve() | wire.Compare():
-            return sum(len(part.hashes) // HASH_BYTES or 1 for part in request.shards)
-    return 0
+            chunks = sum(len(part.hashes) // HASH_BYTES or 1 for part in request.shards)
+            for part in request.shards if chunks <= wire.MAX_CHUNKS else ():  # the caller refuses more
+                check_shards(part)
+            return chunks
+        case wire.Register():
+            check_facts(request)
+    hashes: bytes = getattr(request, "hashes", b"")
+    return len(hashes) // HASH_BYTES
 
 
 def check_hashes(hashes: bytes) -> None:

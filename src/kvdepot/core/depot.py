@@ -12,20 +12,13 @@ from collections.abc import Callable, Collection, Sequence
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Prepared, Reply, Stop
-from kvdepot.core.admission import (
-    check_description,
-    check_facts,
-    check_lookup,
-    check_names,
-    check_report,
-    check_salt,
-    chunks_named,
-)
+from kvdepot.core.admission import check, check_description, check_names, check_report, check_salt
 from kvdepot.core.clients import Client, CopyOperation, Liveness
+from kvdepot.core.departures import Departures
 from kvdepot.core.engines import Engines, fill_engines
 from kvdepot.core.forgetting import STEP_CHUNKS, Removals
 from kvdepot.core.index.chunk import Namespace
-from kvdepot.core.index.events import Listener
+from kvdepot.core.index.events import Reader
 from kvdepot.core.index.excess import expire, set_back, trim
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.lifetimes import Lifetimes
@@ -72,26 +65,27 @@ class Depot:
         server: ServerFacts | None = None,
         step_chunks: int = STEP_CHUNKS,
         is_tenant: Callable[[str], bool] = lambda tenant: True,
-        listeners: Sequence[Listener] = (),
+        readers: Sequence[Reader] = (),
     ) -> None:
         """step_chunks: how many chunks one step of a removal examines. is_tenant: whether a client can have it.
-        listeners: others that want to know what happens to chunks."""
+        readers: others that want to know what happens to chunks."""
         self.index = index
         self.counters = Counters()
         self.tiering = Tiering(tiers, index)
+        self._has_tiers = bool(tiers)
         self.usages = Usages()
         self.leases = Leases(index, self.counters)
         self.report = Report(server or ServerFacts())
         self.verification = Verification(index.namespaces, self.counters, self.usages, self.report)
-        self.trails = Trails(index.namespaces, self.tiering.names)
+        departures = Departures()
+        self.trails = Trails(index.namespaces, self.tiering.names, departures)
         recorders = Recorders(self.counters, self.usages, self.trails, self.verification)
         self.lookups = Lookups(config, index, self.tiering, self.leases, recorders)
         self.pins = self.lookups.pins
         self._naming = Naming(index.namespaces.all)
         self.registrations = Registrations(config, index, self.counters)
         self.transfers = Transfers(config, index, self.registrations, self.pins, recorders, self.report.server.boot)
-        self.lifetimes = Lifetimes()
-        self._listeners: list[Listener] = [*listeners, self.lifetimes, self.trails, self.tiering, self.lookups]
+        self._readers: list[Reader] = [*readers, departures, Lifetimes()]
         self.max_clients = config.max_clients  # lowered if there are too few file descriptors
         self._config = config
         self._clients: dict[bytes, Client] = {}
@@ -143,7 +137,7 @@ class Depot:
             if client is None:
                 raise UnknownClient("unknown client: send Hello first")
             client.heard = now
-            chunks = chunks_named(request)
+            chunks = check(request)
             if chunks > wire.MAX_CHUNKS:
                 self.counters["large_requests_refused"] += 1
                 raise Busy(f"the request names {chunks} chunks; the limit is {wire.MAX_CHUNKS}")
@@ -164,21 +158,33 @@ class Depot:
             if client is not None:
                 self.trails.failed(client, request, exc)
             actions = [Reply(identity, number, exc)]
-        return self._publish(actions)
+        return self._conclude(actions)
 
-    def _publish(self, actions: list[Action]) -> list[Action]:
-        """Hand what has happened to chunks to the listeners, in their order, until nothing more happens."""
-        while self.index.events:
-            events = self.index.take_events()
-            for listener in self._listeners:
-                actions += listener.notice(events, self.now)
+    def _conclude(self, actions: list[Action]) -> list[Action]:
+        """Take the last steps of whatever has been decided, if it has changed chunks; returns the actions of all steps.
+
+        1. What was stored is saved in tiers, and room is made for more, which may evict.
+        2. Lookups that waited for it go on: they hold what was stored, and may reserve space for what tiers have.
+        3. Namespaces that are empty now are dropped.
+        4. Readers get the events of all these steps.
+
+        Neither of the first two ends a store, so none is due twice.
+        """
+        index = self.index
+        if index.events:
+            if self._has_tiers:
+                actions += self.tiering.save(index.events)
+            actions += self.lookups.settled(index.events, self.now)
+            if index.namespaces.emptied:
+                index.namespaces.drop_emptied()
+            events, index.events = index.events, []
+            for reader in self._readers:
+                reader.read(events, self.wall)
         return actions
 
     def _decide(self, client: Client, number: bytes, request: wire.Request) -> list[Action]:
-        value: object = None
         match request:
             case wire.Lookup():
-                check_lookup(request)
                 return self.lookups.look_up(client, number, request, self.now)
             case wire.Store():
                 return self.transfers.store(client, number, request, self.wall)
@@ -189,19 +195,9 @@ class Depot:
             case wire.Complete():
                 return self.transfers.complete(client, number, request, self.wall)
             case wire.EndSession():
-                actions = self.lookups.give_up(client, request.request)
+                actions = self.lookups.give_up((client, request.request))
                 self.pins.end(client, request.request)  # even if the reported savings are invalid
                 return [*actions, Reply(client.identity, number, self._report(client, request))]
-            case wire.Register():
-                check_facts(request)
-                self.registrations.register(client, request)
-                self.verification.learn(client, request)
-            case wire.Unregister():
-                self.registrations.unregister(client, request.instance)
-            case wire.ChunkSize():
-                value = self._config.chunk_tokens
-            case wire.Noop():
-                value = "ok"
             case wire.Clear():
                 return self.removals.clear(client, number, request, self.now)
             case wire.TakeLease():
@@ -211,38 +207,52 @@ class Depot:
             case wire.EndLease():
                 if request.drops:
                     self.removals.refuse_drops()
-                actions = self.lookups.give_up_lease(client, request.name)
+                actions = self.lookups.give_up((client.tenant, request.name))
                 ended = self.leases.end(client.tenant, request.name, self.now)
                 if ended is not None and request.drops:
                     self.removals.drop_leased(ended)
                 return [*actions, Reply(client.identity, number, ended is not None)]
             case wire.Drop():
                 return self.removals.drop(client, number, request, self.now)
-            case wire.ListLeases():
-                value = self.leases.listed(client.tenant, self.now)
             case wire.ForgetChunks():
                 return self.removals.forget(client, number, request, self.now)
             case wire.Count():
                 return self.removals.count(client, number, request, self.now)
-            case wire.Inspect():
-                value = inspect(request, client.tenant, self.index.namespaces.all(), self.tiering.names, self.wall)
-            case wire.Why():
-                value = self.trails.find(client.tenant, request.request)
             case wire.Describe():
                 if not self._config.wants_tokens:
                     raise BadRequest("this server publishes no token ids")
                 check_description(request)
                 return [request, Reply(client.identity, number, None)]
+        return [Reply(client.identity, number, self._value(client, request))]
+
+    def _value(self, client: Client, request: wire.Request) -> object:
+        """The answer to a request that needs nothing but its reply."""
+        match request:
+            case wire.Register():
+                self.registrations.register(client, request)
+                self.verification.learn(client, request)
+            case wire.Unregister():
+                self.registrations.unregister(client, request.instance)
+            case wire.ChunkSize():
+                return self._config.chunk_tokens
+            case wire.Noop():
+                return "ok"
+            case wire.ListLeases():
+                return self.leases.listed(client.tenant, self.now)
+            case wire.Inspect():
+                return inspect(request, client.tenant, self.index.namespaces.all(), self.tiering.names, self.wall)
+            case wire.Why():
+                return self.trails.find(client.tenant, request.request)
             case wire.SetQuota():
                 self._set_quota(client, request)
             case wire.EndQuarantine():
                 check_names("", request.model)
-                value = self.verification.release(client.tenant, request.model)
+                return self.verification.release(client.tenant, request.model)
             case wire.GetStatus():
-                value = self.status(client.tenant)
-            case wire.Hello() | wire.Prove():
-                raise InternalError("core/connections.py answers Hello and Prove")
-        return [Reply(client.identity, number, value)]
+                return self.status(client.tenant)
+            case _:
+                raise InternalError(f"no reply to {type(request).__name__} here")
+        return None
 
     def finished(
         self, token: TierTask | CopyOperation, outcome: TierOutcome | Prepared, now: float = 0.0
@@ -251,16 +261,17 @@ class Depot:
         self.now = now
         if isinstance(token, CopyOperation):
             assert isinstance(outcome, Prepared)
-            return self._publish(self.transfers.prepared(token, outcome, self.wall))
+            return self._conclude(self.transfers.prepared(token, outcome, self.wall))
         assert not isinstance(outcome, Prepared)
         actions = [*self._go_on(self.tiering.finished(token, outcome, now)), *self.tiering.saves.make_room(None)]
-        return self._publish(actions)
+        return self._conclude(actions)
 
     def next_deadline(self) -> float:
         """When `expire` must be called next; 0: as soon as all received messages are handled."""
         if self.removals or self._is_behind:
             return 0.0
-        return min(self.tiering.next_deadline(), self.lookups.next_deadline(), self.transfers.next_deadline())
+        parts = self.tiering.forgettings, self.lookups, self.transfers
+        return min(part.next_deadline() for part in parts)
 
     def expire(self, now: float) -> list[Action]:
         """Continue removals, and requests whose wait for stores or tiers has reached its deadline; free memory to which
@@ -270,9 +281,9 @@ class Depot:
         if self._is_behind:
             self._drop_excess()
         actions = [*self.removals.step(now), *self.lookups.expire(now)]
-        while self.tiering.next_deadline() <= now:
-            actions += self._go_on(self.tiering.expire(now))
-        return self._publish(actions)
+        for forgetting in self.tiering.forgettings.expire(now):
+            actions += self.removals.answer(forgetting)
+        return self._conclude(actions)
 
     def _go_on(self, decisions: list[Decision]) -> list[Action]:
         """Carry out the tiering's decisions in order: each depends on the state that the one before leaves."""
@@ -293,7 +304,7 @@ class Depot:
             set_back(self.index, back)
         self.now, self.wall = now, int(wall)
         self.report.wall = self.wall
-        self.lifetimes.wall = self.trails.wall = self.wall
+        self.trails.wall = self.wall
         for lease in self.leases.tick(now):
             self.removals.drop_leased(lease)
         self.removals.tick()
@@ -304,7 +315,7 @@ class Depot:
         actions: list[Action] = [*self.tiering.tick(now)]
         if 0 < self._config.idle_exit <= now - self._idle_since:
             actions.append(Stop(f"no engine for {self._config.idle_exit:g} s"))
-        return self._publish(actions)
+        return self._conclude(actions)
 
     def _drop_excess(self) -> None:
         """Remove some of the chunks that have expired, and of those of tenants above their caps."""
@@ -334,7 +345,7 @@ class Depot:
         actions = [*self.removals.stop(), *self.lookups.stop()]
         for forgetting in self.tiering.forgettings.end_all():
             actions += self.removals.answer(forgetting)
-        return self._publish(actions)
+        return self._conclude(actions)
 
     def died(self, identity: bytes, has_left: bool = False) -> list[Action]:
         """Remove a client and release what it holds. has_left: it closed its connection."""
@@ -349,7 +360,7 @@ class Depot:
         self.transfers.leave(client, has_left, self.now, self.wall)
         for number in list(client.instances):
             self.registrations.unregister(client, number)
-        return self._publish(actions)
+        return self._conclude(actions)
 
     def _report(self, client: Client, request: wire.EndSession) -> BadRequest | None:
         """Count what an engine reports about a request; returns why it cannot be counted."""
@@ -416,7 +427,6 @@ class Depot:
             record_slots=index.records.capacity,
             record_slots_used=index.records.used,
             unrecorded_shards=index.unrecorded,
-            holds_s=self.lifetimes.holds_s(),
             clients=len(self.clients),
             sessions=sum(len(client.sessions) for client in self.clients),
             instances=sum(len(client.instances) for client in self.clients),
@@ -430,8 +440,10 @@ class Depot:
             tenants=tenant_figures(index.accounts.all(), tenant, self.tiering.bytes_of),
             tiers=self.tiering.status(self.now),
             counters={**self.counters, "evicted_chunks": index.evicted},
-            histograms=[each.figure() for each in (usages.hit_tokens, *self.lifetimes, usages.saved_s)],
+            histograms=[each.figure() for each in (usages.hit_tokens, usages.saved_s)],
         )
+        for reader in self._readers:
+            reader.fill(status)
         self.report.fill(status, tenant, self.now)
         usages.fill(status, tenant)
         self.verification.fill(status, tenant)

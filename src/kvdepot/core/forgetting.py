@@ -28,7 +28,8 @@ from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
 from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt
 from kvdepot.core.clients import Client
-from kvdepot.core.index.chunk import Namespace, Scope, State, is_evictable, is_there
+from kvdepot.core.index import states
+from kvdepot.core.index.chunk import Namespace, Scope, is_evictable, is_there
 from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.matching import for_lookup
@@ -133,7 +134,7 @@ class Removals:
         self._ready.append(removal)
         self._leases.forget()
         actions = self._lookups.forget(now)
-        return [*actions, *self._tiering.forget(forgetting, now), *self.step(now)]
+        return [*actions, *self._tiering.forgettings.begin(forgetting, now), *self.step(now)]
 
     def _disown(self, scope: Scope) -> Work:
         """Remove the chunks that one writer has stored, also from the tiers, once those have saved them."""
@@ -323,7 +324,7 @@ def clear(index: Index, scope: Scope) -> Work:
         chunk = left.pop()
         if not chunk.gone and not index.remove_forgotten(chunk) and scope.means(chunk) and is_evictable(chunk):
             before = chunk.parent
-            while before is not None and before.state is State.PENDING_REMOVAL:
+            while before is not None and before.state is states.PENDING_REMOVAL:
                 before = before.parent  # those in between go with the last chunk behind them
             scope.removed += 1
             index.remove(chunk, Reason.DROPPED)

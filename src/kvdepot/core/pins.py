@@ -29,9 +29,6 @@ class Pins:
         self._usages = usages
         self._by_request: dict[tuple[str, str, str], list[Session]] = {}  # by tenant, request, model
 
-    def __repr__(self) -> str:
-        return f"<Pins of {len(self._by_request)} requests>"
-
     def pin(self, client: Client, request: wire.Lookup, match: Match, share: PinShare | None) -> Session | None:
         """Hold what was found in place of what the request holds; returns its session, None if nothing was found.
 

@@ -1,21 +1,20 @@
-"""The trails of the last requests, for `kvdepot why`, and which chunks have left memory lately.
+"""The trails of the last requests, for `kvdepot why`.
 
-core/lookups/, core/transfers.py and core/depot.py record what they have decided, on the deciding thread; removals of
-chunks come as events of the index. Decides nothing. Invariant: requests, the entries of each, and the chunks that have
-left are bounded.
+core/lookups/, core/transfers.py and core/depot.py record what they have decided, on the deciding thread. Decides
+nothing. Invariant: requests, and the entries of each, are bounded.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from dataclasses import dataclass
 
 import msgspec
 
 from kvdepot.core.clients import Client
-from kvdepot.core.index.chunk import Namespace, state_of
-from kvdepot.core.index.events import IndexEvent, Reason, Removed
+from kvdepot.core.departures import Departures
+from kvdepot.core.index.chunk import state_of
 from kvdepot.core.index.matching import Match
 from kvdepot.core.index.namespaces import Namespaces
 from kvdepot.core.lookups.search import Search
@@ -30,8 +29,6 @@ from kvdepot.protocol.status import MOST_NAME
 from kvdepot.protocol.trails import MOST_TRAILS, Trail, TrailLookup
 from kvdepot.values import plural
 
-_MOST_LEFT = 1 << 15
-"""Chunks that have left memory and are remembered: this many of the latest ones, and at most as many before these."""
 _MOST_ENTRIES = 8
 """Lookups, errors and other models of a trail, and ids in an error message."""
 _MOST_ERROR = 200
@@ -40,23 +37,12 @@ _MOST_ERROR = 200
 class Trails:
     """The trails of one depot. tier_names: nearest first."""
 
-    def __init__(self, namespaces: Namespaces, tier_names: Sequence[str]) -> None:
+    def __init__(self, namespaces: Namespaces, tier_names: Sequence[str], departures: Departures) -> None:
         self.wall = 0  # seconds since 1970, set once a second
         self._namespaces = namespaces
         self._tier_names = tier_names
         self._trails: OrderedDict[tuple[str, str], Trail] = OrderedDict()  # by tenant and request
-        self._left: dict[int, int] = {}  # when chunks left, negative unless evicted, by a short hash of their keys
-        self._left_before: dict[int, int] = {}
-
-    def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[NoReturn]:
-        """Note when chunks left memory that had been stored."""
-        for event in events:
-            if type(event) is Removed and event.reason is not Reason.FAILED:
-                short = _short(event.chunk.namespace, event.chunk.key)
-                self._left[short] = self.wall if event.reason is Reason.EVICTED else -self.wall
-        if len(self._left) > _MOST_LEFT:
-            self._left_before, self._left = self._left, {}
-        return ()
+        self._departures = departures
 
     def _of(self, client: Client, request: str) -> Trail:
         key = client.tenant, request
@@ -96,11 +82,8 @@ class Trails:
             return "whole", b"", None
         for group in (each for first in match.namespaces for each in first.groups if not each.reach):
             if key not in group.chunks:
-                short = _short(group, key)
-                left = self._left.get(short, self._left_before.get(short))
-                if left is None:
-                    return "absent", key, None
-                return "evicted" if left >= 0 else "removed", key, max(0, self.wall - abs(left))
+                why, left = self._departures.of(group, key)
+                return why, key, None if left is None else max(0, self.wall - left)
             if (state := state_of(group.chunks[key])) != "ready":
                 return state, key, None
         return "boundary", key, None
@@ -160,7 +143,8 @@ class Trails:
         return others[:_MOST_ENTRIES]
 
 
-class Recorders(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Recorders:
     """The parts that only record what is decided."""
 
     counters: Counters
@@ -173,7 +157,3 @@ def _add(sums: dict[str, int], numbers: Mapping[str, int]) -> None:
     for name, number in numbers.items():
         if number:
             sums[name] = sums.get(name, 0) + number
-
-
-def _short(namespace: Namespace, key: bytes) -> int:
-    return hash(key) ^ namespace.number

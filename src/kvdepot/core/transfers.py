@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Prepare, Prepared, Reply
-from kvdepot.core.admission import check_completion, check_shards, summed_below
+from kvdepot.core.admission import check_completion, summed_below
 from kvdepot.core.clients import Client, CopyOperation, Instance
 from kvdepot.core.index import matching
 from kvdepot.core.index.chunk import Chunk, Namespace, Shard, is_forgotten
@@ -57,10 +57,8 @@ class Transfers:
         self._registrations = registrations
         self._pins = pins
         self._lingering: deque[tuple[float, list[Shard]]] = deque()  # until when, and what dead clients were storing
-        self._counters, _, self._trails, self._verification = recorders
-
-    def __repr__(self) -> str:
-        return f"<Transfers {self.operations} operations>"
+        self._counters, self._trails = recorders.counters, recorders.trails
+        self._verification = recorders.verification
 
     def store(self, client: Client, number: bytes, request: wire.Store, wall: int) -> list[Action]:
         """Reserve the missing chunks, and have their memory allocated; then reply where they belong. wall: seconds
@@ -184,12 +182,10 @@ class Transfers:
                 f"{len(client.operations)} stores and retrieves of {client.queued_chunks} chunks are in flight; the "
                 f"limits are {self._config.max_queued} (max_queued) and {_QUEUED_CHUNKS} chunks"
             )
-        for part in request.shards:
-            check_shards(part)
         return CopyOperation(client, number, instance, request)
 
     def _namespace(self, instance: Instance, part: wire.Shards) -> Namespace:
-        """The namespace of a checked part's chunks. Raises Busy or BadRequest."""
+        """The namespace of a part's chunks. Raises Busy or BadRequest."""
         known = instance.namespaces.get((part.model, part.world_size, part.rank, part.blocks))
         return known or self._registrations.namespace(instance, part.model, part.world_size, part.rank, part.blocks)
 

@@ -10,10 +10,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from kvdepot.core.actions import Action
 from kvdepot.core.index.chunk import Chunk, Namespace, is_there
 from kvdepot.core.index.events import Hidden, IndexEvent, Removed, Stored
-from kvdepot.core.index.index import Index
+from kvdepot.protocol.status import Status
 from kvdepot.protocol.wire import Describe
 
 _MOST_QUEUED = 1 << 17
@@ -31,7 +30,7 @@ topics that have replaced the former ones; chunks described by an engine; or Non
 
 
 class Feed:
-    """A queue of changes. The deciding thread calls `notice`, `described` and `tick`, the reader's thread the rest."""
+    """A queue of changes. The deciding thread calls `read`, `described` and `tick`, the reader's thread the rest."""
 
     def __init__(self, most: int = _MOST_QUEUED) -> None:
         self.overflows = 0  # how often the queue was full
@@ -48,7 +47,7 @@ class Feed:
     def __repr__(self) -> str:
         return f"<Feed of {len(self._queue)} changes{', full' * self._full}>"
 
-    def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[Action]:
+    def read(self, events: Sequence[IndexEvent], wall: int) -> None:
         for event in events:
             match event:
                 case Stored(chunk):
@@ -56,7 +55,9 @@ class Feed:
                         self.changed(chunk, True)
                 case Hidden(chunk) | Removed(chunk):
                     self.changed(chunk, False)
-        return ()
+
+    def fill(self, status: Status) -> None:
+        status.counters["kv_event_overflows"] = self.overflows
 
     def changed(self, chunk: Chunk, there: bool) -> None:
         """A chunk became visible, or invisible. Reporting the same change twice is harmless."""
@@ -91,9 +92,9 @@ class Feed:
         self._asleep = False
         os.eventfd_write(self.wake, 1)
 
-    def tick(self, index: Index, topics: Topics = frozenset()) -> None:
+    def tick(self, namespaces: Sequence[Namespace], topics: Topics = frozenset()) -> None:
         """Called once a second: continue listing the chunks that existed before the feed, or before the overflow.
-        topics: those of the engines that are registered now."""
+        namespaces: all. topics: those of the engines that are registered now."""
         if len(self._queue) > self._most // 2:
             return
         if topics != self._topics:
@@ -101,7 +102,7 @@ class Feed:
             self._queue.append(topics)
             self._wake_reader()
         if self._unlisted:
-            chunks = (list(namespace.chunks.values()) for namespace in index.namespaces.all())
+            chunks = (list(namespace.chunks.values()) for namespace in namespaces)
             self._full, self._unlisted, self._listing = False, False, itertools.chain.from_iterable(chunks)
         room = min(_LISTED_A_TICK, self._most // 2)
         while self._listing is not None and room:

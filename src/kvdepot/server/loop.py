@@ -104,7 +104,7 @@ class Server:
             self._facts = ServerFacts(self.boot, os.getpid(), os.uname().nodename)
             self.depot = Depot(
                 config, self._restore(), config.tier_configs, self._facts,
-                is_tenant=self._listener.keys.is_tenant, listeners=[self._feed] if self._feed is not None else [],
+                is_tenant=self._listener.keys.is_tenant, readers=[self._feed] if self._feed is not None else [],
             )  # fmt: skip
             self.connections = Connections(
                 config, self.depot, self.boot, self.arena, partial(shm.LivenessView, self._folder),
@@ -206,7 +206,7 @@ class Server:
         note_serving(self._config.url)
         self._act(self.connections.tick(time.monotonic(), time.time()))
         if self._feed is not None:
-            self._feed.tick(self.depot.index, self.depot.topics())
+            self._feed.tick(self.depot.index.namespaces.all(), self.depot.topics())
             self._publisher.start()
         if self._web is not None:
             self._web.start()
@@ -290,8 +290,7 @@ class Server:
             use.end(self.depot.index)
             self._in_use.remove(use)
         if self._feed is not None:
-            self._feed.tick(self.depot.index, self.depot.topics())
-            self.depot.counters["kv_event_overflows"] = self._feed.overflows
+            self._feed.tick(self.depot.index.namespaces.all(), self.depot.topics())
         self._act(self.connections.tick(time.monotonic(), time.time()))
         self._listener.tick()
         if self._web is not None:

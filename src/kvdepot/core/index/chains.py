@@ -6,9 +6,11 @@ here, and is chained in the step that chains the parent.
 
 from __future__ import annotations
 
-from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, State
+from collections.abc import Iterable
 
-_WHOLE, _CHAINED, _CHAIN = State.WHOLE, State.CHAINED, Event.CHAIN  # attributes of an enum are slow to get
+from kvdepot.core.index import states
+from kvdepot.core.index.chunk import Chunk, Namespace
+from kvdepot.core.index.states import Transition
 
 
 class Chains:
@@ -17,33 +19,34 @@ class Chains:
     def __init__(self) -> None:
         self.waiting: dict[int, dict[int, Chunk]] = {}  # id() of a parent -> chunks that wait for it, by id()
 
-    def join(self, chunk: Chunk) -> None:
-        """A chunk has become whole: chain it and those that wait for it, or let it wait for its parent."""
-        before = chunk.parent
-        if not chunk.position:
-            return  # loose, or of a bounded group: it is found by its key alone
-        if chunk.position == 1 or (before is not None and before.state is _CHAINED):
-            chunk.state = TRANSITIONS[chunk.state][_CHAIN]
-            if chunk.broken:
-                self._mend(chunk)
-            if self.waiting:
-                self._join_behind(chunk)
-        elif before is not None and not before.gone:
-            self.waiting.setdefault(id(before), {})[id(chunk)] = chunk
+    def join(self, chunks: Iterable[Chunk]) -> None:
+        """Chain those chunks that are whole, and those that wait for them, or let them wait for their parents."""
+        for chunk in chunks:
+            before = chunk.parent
+            if not chunk.position or chunk.state is not states.WHOLE:
+                continue  # at position 0 it is loose, or of a bounded group: it is found by its key alone
+            if chunk.position == 1 or (before is not None and before.state is states.CHAINED):
+                chunk.state = states.TRANSITIONS[chunk.state][states.CHAIN]
+                if chunk.broken:
+                    self._mend(chunk)
+                if self.waiting:
+                    self._join_behind(chunk)
+            elif before is not None and not before.gone:
+                self.waiting.setdefault(id(before), {})[id(chunk)] = chunk
 
     def _join_behind(self, chunk: Chunk) -> None:
         chained = [chunk]
         while chained:
             for each in self.waiting.pop(id(chained.pop()), {}).values():
-                if each.state is _WHOLE:  # otherwise it was marked corrupt or hidden in the meantime
-                    each.state = TRANSITIONS[each.state][_CHAIN]
+                if each.state is states.WHOLE:  # otherwise it was marked corrupt or hidden in the meantime
+                    each.state = states.TRANSITIONS[each.state][states.CHAIN]
                     self._mend(each)
                     chained.append(each)
 
-    def unchain(self, chunk: Chunk, event: Event) -> None:
+    def unchain(self, chunk: Chunk, transition: Transition) -> None:
         """Mark a chunk corrupt, or hide it. Chunks behind it stay chained, but are no prefix until it is again."""
-        was_chained = chunk.state is _CHAINED
-        chunk.state = TRANSITIONS[chunk.state][event]
+        was_chained = chunk.state is states.CHAINED
+        chunk.state = states.TRANSITIONS[chunk.state][transition]
         if was_chained and chunk.children:
             chunk.broken = True
             chunk.namespace.broken += 1

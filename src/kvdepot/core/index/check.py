@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvdepot.core.index import states
 from kvdepot.core.index.accounts import Accounts
-from kvdepot.core.index.chunk import Chunk, Namespace, State, is_evictable, is_unwanted
+from kvdepot.core.index.chunk import Chunk, Namespace, is_evictable, is_unwanted
 from kvdepot.memory.allocator import Allocator
 
-_OF_SHARDS = {State.RESERVED, State.LOADING, State.SEALED, State.CORRUPT}
-_OF_CHUNKS = {State.FILLING, State.WHOLE, State.CHAINED, State.PENDING_REMOVAL}
+_OF_SHARDS = {states.RESERVED, states.LOADING, states.SEALED, states.CORRUPT}
+_OF_CHUNKS = {states.FILLING, states.WHOLE, states.CHAINED, states.PENDING_REMOVAL}
 
 
 def check(
@@ -66,18 +67,18 @@ def _check_states(chunk: Chunk) -> None:
     assert chunk.state in _OF_CHUNKS and not chunk.gone and all(shard.state in _OF_SHARDS for shard in shards)
     assert all(shard.sealed for shard in shards if shard.slot is not None), "a shard is recorded but not sealed"
     assert chunk.sealed == sum(shard.sealed for shard in shards)
-    if chunk.state is not State.PENDING_REMOVAL:
-        assert (chunk.state is State.FILLING) == (chunk.sealed < chunk.namespace.world_size)
+    if chunk.state is not states.PENDING_REMOVAL:
+        assert (chunk.state is states.FILLING) == (chunk.sealed < chunk.namespace.world_size)
     else:
         assert not is_evictable(chunk), "a chunk that is pending removal could be removed"
     if chunk.namespace.reach:
-        assert not chunk.position and chunk.state is not State.CHAINED, "a part of a bounded group is in a chain"
+        assert not chunk.position and chunk.state is not states.CHAINED, "a part of a bounded group is in a chain"
         assert before is None or (before.key == chunk.key and before.namespace is chunk.namespace.trunk)
         return
-    is_behind_a_chain = chunk.position == 1 or (before is not None and before.state is State.CHAINED)
-    if chunk.state is State.CHAINED:
+    is_behind_a_chain = chunk.position == 1 or (before is not None and before.state is states.CHAINED)
+    if chunk.state is states.CHAINED:
         assert is_behind_a_chain or (before is not None and before.broken)
-    if chunk.state is State.WHOLE:
+    if chunk.state is states.WHOLE:
         assert not (chunk.position and is_behind_a_chain), "a whole chunk behind a chain is not chained"
     if before is not None:
         assert before.position == chunk.position - 1

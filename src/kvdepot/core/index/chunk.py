@@ -1,26 +1,16 @@
-"""Chunks, shards, namespaces and accounts, and the table of their state transitions.
-
-Plain data; only core/index/ changes it. Invariant: a state changes by the table alone. What happens to a shard or
-chunk is an `Event`; an event that its state does not allow is a bug, and ends the server before anything is changed.
-
-    of a shard    RESERVED, LOADING -> SEALED -> CORRUPT -> RESERVED, LOADING
-    of a chunk    FILLING -> WHOLE -> CHAINED, and back to FILLING; PENDING_REMOVAL -> FILLING
-
-A slow load from a tier must not block an engine that has computed the same shard: then the load is given up, which
-takes its shard out of the chunk. Every shard ends as FREED, every chunk as GONE.
-"""
+"""Chunks, shards, namespaces and accounts. Plain data, which only core/index/ changes; states.py says how."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import IntEnum
 from math import inf
-from typing import Final
 
 import msgspec
 
+from kvdepot.core.index import states
+from kvdepot.core.index.states import ChunkState
 from kvdepot.eviction import Policy, Victim
 from kvdepot.eviction.shares import FairShare, ShareBounds
 from kvdepot.memory.allocator import Extents
@@ -29,136 +19,26 @@ from kvdepot.protocol.quotas import Quota, name_of
 from kvdepot.tiers.format import ShardFacts
 
 
-class State(IntEnum):
-    """State of a shard or a chunk. (An IntEnum, because each step looks into the table and hashing an Enum is slow.)"""
-
-    # of a shard
-    RESERVED = 0
-    """Its bytes are being written."""
-    LOADING = 1
-    """Its bytes are being read from a tier."""
-    SEALED = 2
-    """Its bytes are what was stored."""
-    CORRUPT = 3
-    """It was sealed, but its bytes must not be used: they are not what was stored, or were forgotten."""
-    FREED = 4
-    """It is in no chunk; the allocator has its extents, or gets them when a load that was given up has ended."""
-    # of a chunk
-    FILLING = 5
-    """Not sealed on every rank."""
-    WHOLE = 6
-    """Sealed on every rank, but not known to have a complete chain before it."""
-    CHAINED = 7
-    """Sealed on every rank, and so were all before it in its chain."""
-    PENDING_REMOVAL = 8
-    """No lookup finds it. It is removed when nothing holds it and nothing is behind it, unless it is stored again."""
-    GONE = 9
-
-
-class Event(IntEnum):
-    """An event in the life of a shard, of a chunk, or of both at once."""
-
-    RESERVE = 0
-    """A shard (of the chunk) is going to be written."""
-    LOAD = 1
-    """A shard is going to be read from a tier."""
-    SEAL = 2
-    """All bytes of a shard have arrived."""
-    COMPLETE = 3
-    """All shards of the chunk are sealed."""
-    CHAIN = 4
-    """All chunks before this one are chained."""
-    CORRUPT = 5
-    """Bytes of a sealed shard are not what was stored, or must not be used."""
-    HIDE = 6
-    """The chunk was forgotten, or is too old, and cannot be removed yet."""
-    RENEW = 7
-    """A chunk that was pending removal is stored again."""
-    REMOVE = 8
-
-
-class IllegalTransition(AssertionError):
-    """The state does not allow the event: a bug."""
-
-
-class _Row(dict[Event, State]):
-    """The events that one state allows, and the state after each. Other events raise IllegalTransition."""
-
-    state: State
-
-    def __missing__(self, event: Event) -> State:
-        raise IllegalTransition(f"{event.name} cannot happen in the state {self.state.name}")
-
-
-def _table(rows: dict[State, dict[Event, State]]) -> dict[State, _Row]:
-    table = {state: _Row(row) for state, row in rows.items()}
-    for state, row in table.items():
-        row.state = state
-    return table
-
-
-TRANSITIONS: Final = _table(
-    {
-        State.RESERVED: {Event.SEAL: State.SEALED, Event.REMOVE: State.FREED},
-        State.LOADING: {Event.SEAL: State.SEALED, Event.REMOVE: State.FREED},
-        State.SEALED: {Event.CORRUPT: State.CORRUPT, Event.REMOVE: State.FREED},
-        State.CORRUPT: {Event.RESERVE: State.RESERVED, Event.LOAD: State.LOADING, Event.REMOVE: State.FREED},
-        State.FREED: {},
-        State.FILLING: {
-            Event.RESERVE: State.FILLING,
-            Event.SEAL: State.FILLING,
-            Event.COMPLETE: State.WHOLE,
-            Event.CORRUPT: State.FILLING,
-            Event.HIDE: State.PENDING_REMOVAL,
-            Event.REMOVE: State.GONE,
-        },
-        State.WHOLE: {
-            Event.CHAIN: State.CHAINED,
-            Event.CORRUPT: State.FILLING,
-            Event.HIDE: State.PENDING_REMOVAL,
-            Event.REMOVE: State.GONE,
-        },
-        State.CHAINED: {Event.CORRUPT: State.FILLING, Event.HIDE: State.PENDING_REMOVAL, Event.REMOVE: State.GONE},
-        State.PENDING_REMOVAL: {
-            Event.RESERVE: State.PENDING_REMOVAL,
-            Event.CORRUPT: State.PENDING_REMOVAL,
-            Event.HIDE: State.PENDING_REMOVAL,
-            Event.RENEW: State.FILLING,
-            Event.REMOVE: State.GONE,
-        },
-        State.GONE: {},
-    }
-)
-"""The state after an event, by the state before it. A shard begins as RESERVED or LOADING, a chunk as FILLING."""
-
-_RESERVED, _LOADING, _SEALED = State.RESERVED, State.LOADING, State.SEALED  # attributes of an enum are slow to get
-_FILLING, _WHOLE, _CHAINED, _PENDING_REMOVAL = State.FILLING, State.WHOLE, State.CHAINED, State.PENDING_REMOVAL
-
-
 class Shard(msgspec.Struct, gc=False):
     """One rank's bytes of a chunk."""
 
     extents: Extents
-    size: int
-    """Bytes of KV in the extents."""
-    state: State = _RESERVED
-    checksum: int = 0
-    """The checksum of the KV; 0 if none was computed."""
-    tiers: int = 0
-    """Bit t: tier t probably has it."""
-    slot: int | None = None
-    """First slot of its record; None if it has none."""
+    size: int  # bytes of KV in the extents
+    state: ChunkState = states.RESERVED
+    checksum: int = 0  # the checksum of the KV; 0 if none was computed
+    tiers: int = 0  # bit t: tier t probably has it
+    slot: int | None = None  # first slot of its record; None if it has none
     writer: str = ""
     """The writer (wire.Register) that has stored it; empty: none is known, as of what earlier versions have stored."""
 
     @property
     def sealed(self) -> bool:
-        return self.state is _SEALED
+        return self.state is states.SEALED
 
     @property
     def is_open(self) -> bool:
         """Whether its bytes are being written, which holds its chunk."""
-        return self.state is _RESERVED or self.state is _LOADING
+        return self.state is states.RESERVED or self.state is states.LOADING
 
 
 class Chunk(Victim, gc=False, kw_only=True):
@@ -169,49 +49,36 @@ class Chunk(Victim, gc=False, kw_only=True):
     """
 
     namespace: Namespace
-    account: Account
-    """The account (of its tenant or its salt) that is charged for this chunk and may evict it."""
+    account: Account  # the account (of its tenant or its salt) that is charged for this chunk and may evict it
     parent: Chunk | None = None
-    salt: bytes = b""
-    """16 bytes that identify its prompt's cache salt, for `forget`; empty: none."""
+    salt: bytes = b""  # 16 bytes that identify its prompt's cache salt, for `forget`; empty: none
     run: int = 0
     """Chunks in a row, up to this one, that the same writers had stored when there had been `run_as_of` withdrawals."""
     run_as_of: int = -1
-    born: int = 0
-    """When it was computed, seconds since 1970."""
-    used: int = 0
-    """Running number of its last use; after a restart, of its store."""
-    used_s: int = 0
-    """When that was, seconds since 1970, counting its store as a use; 0: not known. See lifetimes.py."""
-    generation: int = 0
-    """Number of removals that had begun when it was stored."""
-    state: State = _FILLING
+    born: int = 0  # when it was computed, seconds since 1970
+    used: int = 0  # running number of its last use; after a restart, of its store
+    used_s: int = 0  # when that was, seconds since 1970, counting its store as a use; 0: not known. See lifetimes.py.
+    generation: int = 0  # number of removals that had begun when it was stored
+    state: ChunkState = states.FILLING
     shards: dict[int, Shard] = msgspec.field(default_factory=dict)
-    sealed: int = 0
-    """Shards that are sealed."""
-    position: int = 0
-    """Chunks from the prompt's start to the end of this one; 0 if the parent is unknown: it is loose."""
-    children: int = 0
-    """Chunks that name this one as parent."""
-    holds: int = 0
-    """Pins of requests and leases, and copies in progress."""
-    leases: int = 0
-    """Leases that keep it: those that hold it or a chunk behind it."""
-    wants: int = 0
-    """Requests in queues that are going to read it and all before it; see wants.py."""
+    sealed: int = 0  # shards that are sealed
+    position: int = 0  # chunks from the prompt's start to the end of this one; 0 if the parent is unknown: it is loose
+    children: int = 0  # chunks that name this one as parent
+    holds: int = 0  # pins of requests and leases, and copies in progress
+    leases: int = 0  # leases that keep it: those that hold it or a chunk behind it
+    wants: int = 0  # requests in queues that are going to read it and all before it; see wants.py
     bytes: int = 0
-    broken: bool = False
-    """It is no longer chained, although chunks behind it are."""
+    broken: bool = False  # it is no longer chained, although chunks behind it are
 
     @property
     def depth(self) -> int:
         """Chunks from the prompt's start to the end of this one, if all are sealed; otherwise 0."""
-        return self.position if self.state is _CHAINED else 0
+        return self.position if self.state is states.CHAINED else 0
 
     @property
     def is_being_stored(self) -> bool:
         """Whether a store is writing a shard of it."""
-        return any(shard.state is _RESERVED for shard in self.shards.values())
+        return any(shard.state is states.RESERVED for shard in self.shards.values())
 
 
 def is_evictable(chunk: Victim) -> bool:
@@ -286,12 +153,12 @@ class Account(FairShare):
 
 def is_there(chunk: Chunk) -> bool:
     """Whether a lookup may find a chunk: it is sealed on every rank, and not pending removal."""
-    return (chunk.state is _CHAINED or chunk.state is _WHOLE) and not is_forgotten(chunk)
+    return (chunk.state is states.CHAINED or chunk.state is states.WHOLE) and not is_forgotten(chunk)
 
 
 def is_hidden(chunk: Chunk) -> bool:
     """Whether a chunk is pending removal, so that no lookup finds it."""
-    return chunk.state is _PENDING_REMOVAL or is_forgotten(chunk)
+    return chunk.state is states.PENDING_REMOVAL or is_forgotten(chunk)
 
 
 def is_forgotten(chunk: Chunk) -> bool:
@@ -306,7 +173,7 @@ def state_of(chunk: Chunk) -> str:
         return "leaving"
     if is_there(chunk):
         return "ready"
-    return "corrupt" if any(shard.state is State.CORRUPT for shard in chunk.shards.values()) else "storing"
+    return "corrupt" if any(shard.state is states.CORRUPT for shard in chunk.shards.values()) else "storing"
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -371,7 +238,7 @@ class Scope:
             return False
         # The writer of what is being loaded is not known yet.
         is_written = not self.writer or any(
-            shard.writer == self.writer or shard.state is _LOADING for shard in chunk.shards.values()
+            shard.writer == self.writer or shard.state is states.LOADING for shard in chunk.shards.values()
         )
         return is_written and self.salt in (None, chunk.salt)
 
@@ -382,7 +249,5 @@ class Pin(msgspec.Struct, gc=False):
     """
 
     chunks: list[Chunk]
-    matched: int
-    """Chunks in the prefix."""
-    parts: int
-    """Parts that holding `chunks` protects."""
+    matched: int  # chunks in the prefix
+    parts: int  # parts that holding `chunks` protects

@@ -1,8 +1,9 @@
-"""The events of the index: what its mutations have done to chunks. Plain values.
+"""The events of the index: what its mutations have done to chunks, and who reads that. Plain values.
 
-Events are collected while a request is decided, and handed to the listeners after the mutation (core/depot.py). What an
-event says has happened already, and later events may have overtaken it. A listener may change the index in turn, as
-the tiers and waiting lookups do; these events are handed out next.
+Events are collected while a request is decided. When all its steps are done (`Depot._conclude`), the readers get them.
+Invariant: a reader changes nothing that a decision depends on. It imports of the index only this file and chunk.py, so
+no reader can change the index, and the index works the same without it. An event has happened already, and later events
+may have overtaken it: a reader that needs to know looks at the chunk.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from kvdepot.core.actions import Action
 from kvdepot.core.index.chunk import Chunk
+from kvdepot.protocol.status import Status
 
 
 class Reason(Enum):
@@ -54,18 +55,18 @@ class Removed(msgspec.Struct, frozen=True, gc=False):
     """A chunk has left the index; its bytes are free."""
 
     chunk: Chunk
-    parent: Chunk | None
-    """The chunk before it in its chain."""
+    parent: Chunk | None  # the chunk before it in its chain
     reason: Reason
-    tiers: int = 0
-    """Bit t: tier t has all shards of a chunk that was evicted."""
 
 
 IndexEvent: TypeAlias = Stored | Failed | Used | Hidden | Removed
 
 
-class Listener(Protocol):
+class Reader(Protocol):
     """Whoever wants to know what has happened to chunks."""
 
-    def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[Action]:
-        """Take note of events, in their order, and return what is to be done about them."""
+    def read(self, events: Sequence[IndexEvent], wall: int) -> None:
+        """Read events, in their order. wall: the time of the last tick, in seconds since 1970."""
+
+    def fill(self, status: Status) -> None:
+        """Add the reader's own figures to a status."""

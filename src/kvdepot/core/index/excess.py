@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvdepot.core.index.chunk import State
+from kvdepot.core.index import states
 from kvdepot.core.index.events import Reason
 from kvdepot.core.index.index import Index
 
@@ -14,7 +14,7 @@ def expire(index: Index, wall: int, most: int = 1 << 62) -> int:
     index.wall = wall
     expired = 0
     for chunk in index.accounts.ages.due(wall):
-        if chunk.state is not State.PENDING_REMOVAL:
+        if chunk.state is not states.PENDING_REMOVAL:
             expired += 1
             index.hide(chunk, at_once=False)
             if expired >= most:

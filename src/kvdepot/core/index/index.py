@@ -3,44 +3,43 @@
 Called by core/ on the deciding thread only. Invariants: a visible chunk is sealed on every rank; a chunk that is
 pinned, being copied, or has a chunk behind it is not evicted, so pinning the deepest chunk of a match protects all of
 it; a record is erased before its bytes are free. Every mutation appends what happened to `events` (events.py), which
-listeners get afterwards: none runs in the middle of a mutation. Space is made before chunks are inserted. Chunks
+readers get afterwards: none runs in the middle of a mutation. Space is made before chunks are inserted. Chunks
 without a known parent are **loose**, position 0. A part of a bounded KV cache group is evicted before the unbounded one
 with the same key.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
 
+from kvdepot.core.index import states
 from kvdepot.core.index.accounts import Accounts
 from kvdepot.core.index.chains import Chains, link
 from kvdepot.core.index.check import check
-from kvdepot.core.index.chunk import (
-    TRANSITIONS,
-    Account,
-    Chunk,
-    Event,
-    Namespace,
-    Shard,
-    State,
-    is_evictable,
-    is_forgotten,
-)
+from kvdepot.core.index.chunk import Account, Chunk, Namespace, Shard, is_evictable, is_forgotten
 from kvdepot.core.index.events import Failed, Hidden, IndexEvent, Reason, Removed, Stored, Used
-from kvdepot.core.index.matching import is_free_to_write, is_outdated, may_need_space
 from kvdepot.core.index.namespaces import Namespaces
-from kvdepot.core.index.runs import Refusal, Reservation, Run
+from kvdepot.core.index.runs import (
+    LACKING,
+    LATE,
+    MISFIT,
+    NEW,
+    OUTDATED,
+    SPOILED,
+    Plan,
+    Refusal,
+    Reservation,
+    Run,
+    classify,
+    needed,
+)
 from kvdepot.eviction import Policy
 from kvdepot.memory.allocator import Allocator
 from kvdepot.memory.records import Records
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.quotas import Quota
 
-# Attributes of an enum are slow to get, and every step needs these.
-_RESERVED, _LOADING, _SEALED = State.RESERVED, State.LOADING, State.SEALED
-_PENDING_REMOVAL = State.PENDING_REMOVAL
-_RESERVE, _SEAL, _COMPLETE, _REMOVE = Event.RESERVE, Event.SEAL, Event.COMPLETE, Event.REMOVE
 _EVICTED, _DROPPED, _FAILED = Reason.EVICTED, Reason.DROPPED, Reason.FAILED
 
 
@@ -69,6 +68,7 @@ class Index:
         self.reserved = 0  # shards
         self.held = 0  # holds on all chunks
         self.evicted = 0
+        self.evicted_from: Counter[int] = Counter()  # of these, by the tiers (bits) that had all their shards
         self.wall = 0  # of the last `expire`, once a second
         self.events: list[IndexEvent] = []  # since `take_events`
         self.serial = 0  # shards sealed so far
@@ -76,31 +76,11 @@ class Index:
         self.chains = Chains()
 
     def take_events(self) -> list[IndexEvent]:
-        """Remove and return what has happened since the last call; drops namespaces that this has emptied."""
+        """Remove and return what has happened since the last call."""
         events, self.events = self.events, []
-        for event in events:
-            if type(event) is Removed and not event.chunk.namespace.chunks:
-                self.namespaces.forget(event.chunk.namespace)
         return events
 
     # -- reserve
-
-    def make_room(self, account: Account, size: int, count: int, kept: Sequence[Chunk] = (), depth: float = inf) -> int:
-        """Evict chunks, but none of `kept`, until an account can take `count` times `size` bytes; returns how often.
-
-        depth: of the request that waits for these bytes. An account above its cap gets nothing: `trim` evicts the
-        excess in steps, and this would do it in one.
-        """
-        allocator, taken, cap = self.allocator, Allocator.rounded(size), account.cap
-        if account.used > cap or taken > cap:
-            return 0
-        self.hold(kept)
-        while (fits := min(allocator.free_bytes, cap - account.used) // taken) < count:
-            if (victim := self.accounts.victim(account, (fits + 1) * taken, depth)) is None:
-                break
-            self.remove(victim, _EVICTED)
-        self.release(kept)  # which removes those that waited for their last child to go
-        return min(allocator.free_bytes // taken, (cap - account.used) // taken, count)
 
     def reserve(self, namespace: Namespace, rank: int, run: Run, wall: int | None) -> Reservation:
         """Reserve this rank's missing shards of a run of chunks; evicts first, to make room.
@@ -108,64 +88,85 @@ class Index:
         wall: when they were computed (seconds since 1970), which renews existing chunks that were too old. None: their
         bytes come from a tier; a client that has the bytes may replace them in the meantime.
         """
-        chunks, size, hashes = namespace.chunks, run.size, run.hashes
-        keys = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
         if namespace.hiding:
-            for key in keys:
-                if key in chunks:
-                    self.remove_forgotten(chunks[key])
-        account, taken = self.accounts.of(namespace.tenant, run.salt), Allocator.rounded(size)
-        there = [chunks[key] for key in keys if key in chunks]
-        own = [each for each in there if each.account is account]
-        for each in own if wall is not None else ():
-            if is_outdated(each, rank):
-                self._renew(each, wall)  # first, or it would go with the last one behind it
-        count = len(keys) - len(there) + sum(may_need_space(each, rank) for each in own)
-        room = min(self.allocator.free_bytes, account.cap - account.used) // taken
-        if count and room < count:
-            links = zip(keys, [run.parent, *keys], range(run.position, run.position + len(keys)), strict=False)
-            before = [link(namespace, *each, run.salt)[0] for each in links if each[0] not in chunks]
-            kept, depth = [*there, *filter(None, before)], min(run.depth, self.wants.depth_before(namespace, keys))
-            room = self.make_room(account, size, count, kept, depth)
-        extents = self.allocator.allocate_run(size, min(room, count))
-        result, new, fresh = Reservation([], []), list[Chunk](), 0  # shards
+            for at in range(0, len(run.hashes), HASH_BYTES):
+                if (chunk := namespace.chunks.get(run.hashes[at : at + HASH_BYTES])) is not None:
+                    self.remove_forgotten(chunk)
+        # There are seven cases of a chunk, which `runs.Case` names. Making space changes none of them, because chunks
+        # that are in the plan are held until it is carried out.
+        plan = classify(namespace, rank, run, wall, self.accounts.of(namespace.tenant, run.salt))
+        room = min(self.allocator.free_bytes, plan.account.cap - plan.account.used) // plan.taken
+        if room >= plan.count or not plan.count:
+            return self._take(plan, plan.count)
+        self.hold(kept := needed(plan))
+        made = self._take(plan, self._make_room(plan))
+        self.release(kept)  # which removes those that waited for their last child to go
+        if made.refused and made.refusal is None:
+            made.refusal = self.accounts.refusal(plan.account, plan.taken)
+        return made
+
+    def _make_room(self, plan: Plan) -> int:
+        """Evict chunks until an account can take what a plan needs; returns for how many chunks there is space.
+
+        An account above its cap gets nothing: `trim` evicts the excess in steps, and this would do it in one.
+        """
+        allocator, account, taken, cap = self.allocator, plan.account, plan.taken, plan.account.cap
+        if account.used > cap or taken > cap:
+            return 0
+        depth = min(plan.run.depth, self.wants.depth_before(plan.namespace, plan.keys))
+        while (fits := min(allocator.free_bytes, cap - account.used) // taken) < plan.count:
+            if (victim := self.accounts.victim(account, (fits + 1) * taken, depth)) is None:
+                break
+            self.remove(victim, _EVICTED)
+        return min(fits, plan.count)
+
+    def _take(self, plan: Plan, room: int) -> Reservation:
+        """Carry out a plan, of which `room` chunks find space. Cannot fail."""
+        namespace, rank, run, wall = plan.namespace, plan.rank, plan.run, plan.wall
+        account, taken = plan.account, plan.taken
+        extents = self.allocator.allocate_run(run.size, room)
+        result, new, fresh, rewritten = Reservation([], []), list[Chunk](), 0, 0  # shards
         parent, position = run.parent, run.position
-        for place, key in enumerate(keys):
-            chunk = chunks.get(key)
-            shard = chunk.shards.get(rank) if chunk is not None else None
-            is_late = shard is not None and shard.state is _LOADING and shard.size == size and bool(extents)
-            if chunk is not None and chunk.account is account and is_late and self._give_up(chunk, rank, wall):
-                shard = None
-            if chunk is not None and (shard is not None or chunk.account is not account):
-                if shard is not None and shard.size != size and not shard.sealed:
-                    result.refusal = Refusal.OTHER_SIZE
-                elif shard is None or chunk.account is not account or not self._rewrite(chunk, rank, wall):
-                    result.known += 1  # a chunk of another account: its bytes would not count for the one that asks
-                    chunk = None
-            elif not extents:
-                result.refusal = self.accounts.refusal(account, (fresh + 1) * taken)
-            else:
+        for place, (key, chunk, case) in enumerate(plan.steps):
+            if case is NEW or case is LACKING or (case is LATE and extents):
+                if not extents:
+                    result.refused = len(plan.steps) - place
+                    break
                 if chunk is None:
                     is_behind_last = new and new[-1].key == parent and new[-1].position == position - 1
                     found = (new[-1], position) if is_behind_last else link(namespace, key, parent, position, run.salt)
                     chunk = self._insert(namespace, account, key, run.salt, found)
                     new.append(chunk)
                 else:
-                    chunk.state = TRANSITIONS[chunk.state][_RESERVE]
-                chunk.shards[rank] = Shard(extents.pop(), size, _LOADING if wall is None else _RESERVED)
+                    if case is LATE:
+                        self._give_up(chunk, rank, wall)
+                    chunk.state = states.TRANSITIONS[chunk.state][states.RESERVE]
+                chunk.shards[rank] = Shard(extents.pop(), run.size, states.LOADING if wall is None else states.RESERVED)
                 chunk.bytes += taken
                 chunk.holds += 1
                 fresh += 1
-            if result.refusal is not None:
-                result.refused = len(keys) - place
+            elif case is MISFIT:
+                result.refusal, result.refused = Refusal.OTHER_SIZE, len(plan.steps) - place
                 break
+            elif chunk is not None and case is SPOILED:
+                shard = chunk.shards[rank]
+                shard.state = states.TRANSITIONS[shard.state][states.LOAD if wall is None else states.RESERVE]
+                shard.checksum, shard.tiers, shard.writer = 0, 0, ""
+                chunk.holds += 1
+                rewritten += 1
+                self._renew(chunk, wall)
+            else:
+                if chunk is not None and case is OUTDATED:
+                    self._renew(chunk, wall)
+                result.known += 1
+                chunk = None
             if chunk is not None:
                 result.chunks.append(chunk)
                 result.places.append(place)
             if run.parent:
                 parent, position = key, position + 1
-        self.held += fresh
-        self.reserved += fresh
+        self.held += fresh + rewritten
+        self.reserved += fresh + rewritten
         namespace.bytes += fresh * taken
         account.used += fresh * taken  # as `charge`, without the cost of a call
         account.spare += fresh * taken
@@ -173,8 +174,8 @@ class Index:
             self.allocator.free(unused)
         if new:
             account.policy.insert(new)
-        outgrown = None if run.continues in keys or result.refusal is not None else chunks.get(run.continues)
-        if outgrown is not None:
+        outgrown = namespace.chunks.get(run.continues)
+        if outgrown is not None and not result.refused and run.continues not in plan.keys:
             outgrown.account.outgrown.append(outgrown)
         return result
 
@@ -193,30 +194,12 @@ class Index:
         account.chunks += 1
         return chunk
 
-    def _rewrite(self, chunk: Chunk, rank: int, wall: int | None) -> bool:
-        """Reserve a shard that exists, if it is corrupt and its bytes may be overwritten; wall: as above."""
-        shard, is_load = chunk.shards[rank], wall is None
-        if shard.state is not State.CORRUPT or not is_free_to_write(chunk, is_load):
-            return False
-        shard.state = TRANSITIONS[shard.state][Event.LOAD if is_load else _RESERVE]
-        shard.checksum, shard.tiers, shard.writer = 0, 0, ""  # its extents will be rewritten
-        chunk.holds += 1
-        self.held += 1
-        self.reserved += 1
-        self._renew(chunk, wall)
-        return True
-
-    def _give_up(self, chunk: Chunk, rank: int, wall: int | None) -> bool:
-        """Give up the load of a shard, whose place the caller takes. False if the chunk is pending removal and other
-        shards of it are open: those must not become part of a renewed chunk. wall: as above."""
-        others = [each for other, each in chunk.shards.items() if other != rank]
-        if chunk.state is _PENDING_REMOVAL and any(each.is_open for each in others):
-            return False
+    def _give_up(self, chunk: Chunk, rank: int, wall: int | None) -> None:
+        """Give up the load of a shard, whose place the caller takes. wall: as in `Plan`."""
         self.accounts.lend(self._take_out(chunk, rank), chunk.namespace.tenant, chunk.salt)
         chunk.holds -= 1
         self.held -= 1
         self._renew(chunk, wall)
-        return True
 
     def give_back(self, shard: Shard) -> None:
         """Free the extents of a shard that was given up, or lent, once nobody writes to them any more."""
@@ -225,17 +208,18 @@ class Index:
         self.accounts.of(tenant, salt).charge(-taken)
 
     def _renew(self, chunk: Chunk, wall: int | None) -> None:
-        """Note that a chunk is stored again, and keep it if it is pending removal. wall: as above; then its sealed
-        shards are as new, but their records and their copies in tiers have the old age."""
+        """Note that a chunk is stored again, and keep it if it is pending removal. wall: when its bytes were computed
+        again (seconds since 1970): its sealed shards are recorded and saved in tiers anew, with that age. None: they
+        were not computed again, and keep their age."""
         chunk.generation = self.namespaces.generation
-        if chunk.state is not _PENDING_REMOVAL:
+        if chunk.state is not states.PENDING_REMOVAL:
             return
-        chunk.state = TRANSITIONS[chunk.state][Event.RENEW]
+        chunk.state = states.TRANSITIONS[chunk.state][states.RENEW]
         chunk.born = chunk.born if wall is None else wall
         self.accounts.ages.record(chunk)
         if chunk.sealed == chunk.namespace.world_size:
-            chunk.state = TRANSITIONS[chunk.state][_COMPLETE]
-            self.chains.join(chunk)
+            chunk.state = states.TRANSITIONS[chunk.state][states.COMPLETE]
+            self.chains.join((chunk,))
         for rank, shard in chunk.shards.items() if wall is not None else ():
             if shard.sealed:
                 shard.tiers = 0
@@ -252,21 +236,29 @@ class Index:
         sealed = []
         for place, shard in enumerate(shards):
             chunk = shard[0]
-            is_hidden = chunk.state is _PENDING_REMOVAL or (chunk.namespace.hiding and is_forgotten(chunk))
+            is_hidden = chunk.state is states.PENDING_REMOVAL or (chunk.namespace.hiding and is_forgotten(chunk))
             if place in sums and not is_hidden:
-                self.seal(*shard, sums[place], wall)
+                self._seal(*shard, sums[place], wall)
                 sealed.append(shard)
             else:
                 self.discard(*shard)
+        chunks = [chunk for chunk, _ in sealed]
+        self.chains.join(chunks)
+        self.release(chunks)
         return sealed
 
     def seal(self, chunk: Chunk, rank: int, checksum: int = 0, born: int = 0) -> None:
         """Make a reserved shard visible, record it, and release its hold. born: when it was computed, in seconds since
         1970; a chunk is as old as its oldest shard."""
+        self._seal(chunk, rank, checksum, born)
+        self.chains.join((chunk,))
+        self.release((chunk,))
+
+    def _seal(self, chunk: Chunk, rank: int, checksum: int, born: int) -> None:
         shard = chunk.shards[rank]
         is_last = chunk.sealed + 1 == chunk.namespace.world_size
-        after = TRANSITIONS[shard.state][_SEAL]
-        chunk.state = TRANSITIONS[chunk.state][_COMPLETE if is_last else _SEAL]
+        after = states.TRANSITIONS[shard.state][states.SEAL]
+        chunk.state = states.TRANSITIONS[chunk.state][states.COMPLETE if is_last else states.SEAL]
         shard.state = after
         shard.checksum = checksum
         if not chunk.sealed or born < chunk.born:
@@ -280,10 +272,7 @@ class Index:
             self.namespaces.record(chunk, rank, self.serial)
         if shard.slot is None:
             self.unrecorded += 1
-        if is_last:
-            self.chains.join(chunk)
         self.events.append(Stored(chunk, rank))
-        self.release((chunk,))
 
     def discard(self, chunk: Chunk, rank: int) -> None:
         """Remove a reserved shard that did not arrive, to which nobody writes any more; see `abandon`."""
@@ -306,14 +295,14 @@ class Index:
         while leased is not None:  # a lease of a chunk behind the gap keeps none of those before it
             leased.leases -= chunk.leases
             leased = leased.parent if leased.position else None
-        if (before := self._unlink(chunk, _FAILED, 0)) is not None:
+        if (before := self._unlink(chunk, _FAILED)) is not None:
             self.remove(before, _DROPPED)
         return shard
 
     def _take_out(self, chunk: Chunk, rank: int) -> Shard:
         """Take a reserved shard out of its chunk; its extents stay allocated."""
         shard = chunk.shards.pop(rank)
-        shard.state = TRANSITIONS[shard.state][_REMOVE]
+        shard.state = states.TRANSITIONS[shard.state][states.REMOVE]
         taken = Allocator.rounded(shard.size)
         chunk.bytes -= taken
         chunk.namespace.bytes -= taken
@@ -347,7 +336,7 @@ class Index:
             chunk.holds -= 1
             self.held -= 1
             if not chunk.holds and not chunk.children:
-                if chunk.state is _PENDING_REMOVAL:
+                if chunk.state is states.PENDING_REMOVAL:
                     self.remove(chunk, _DROPPED)
                 else:
                     chunk.account.policy.add(chunk)
@@ -357,8 +346,8 @@ class Index:
     def mark_corrupt(self, chunk: Chunk, rank: int) -> None:
         """Stop using a sealed shard, whose bytes are wrong or were forgotten, until it is stored again."""
         shard = chunk.shards[rank]
-        after = TRANSITIONS[shard.state][Event.CORRUPT]
-        self.chains.unchain(chunk, Event.CORRUPT)
+        after = states.TRANSITIONS[shard.state][states.SPOIL]
+        self.chains.unchain(chunk, states.SPOIL)
         shard.state = after
         chunk.sealed -= 1
         self.namespaces.erase(shard)
@@ -371,18 +360,18 @@ class Index:
         if is_evictable(chunk):
             self.remove(chunk, _DROPPED)
             return
-        self.chains.unchain(chunk, Event.HIDE)
+        self.chains.unchain(chunk, states.HIDE)
         if chunk.sealed:
             self.namespaces.withdrawals += 1
             self.events.append(Hidden(chunk))
         for rank, shard in chunk.shards.items() if at_once else ():
-            if shard.state is _SEALED:
+            if shard.state is states.SEALED:
                 self.mark_corrupt(chunk, rank)
 
     def remove(self, chunk: Chunk, reason: Reason) -> None:
         """Remove a chunk that nothing holds and that has nothing behind it, and those before it that wait for that."""
         assert is_evictable(chunk), chunk.key.hex()
-        account, tiers = chunk.account, 0
+        account = chunk.account
         if reason is _EVICTED:
             if chunk.namespace.hiding and self.remove_forgotten(chunk):
                 return
@@ -391,37 +380,40 @@ class Index:
             tiers = -1
             for shard in chunk.shards.values():
                 tiers &= shard.tiers
+            self.evicted_from[tiers] += 1
         last: Chunk | None = chunk
         while last is not None:
             for shard in last.shards.values():
-                shard.state = TRANSITIONS[shard.state][_REMOVE]
+                shard.state = states.TRANSITIONS[shard.state][states.REMOVE]
                 self.namespaces.erase(shard)  # before its extents can be overwritten
                 self.allocator.free(shard.extents)
             last.shards.clear()
             last.namespace.bytes -= last.bytes
             account.charge(-last.bytes)
             last.bytes = 0
-            last = self._unlink(last, reason, tiers)
-            reason, tiers = _DROPPED, 0  # its ancestors were pending removal, and nothing is behind them any more
+            last = self._unlink(last, reason)
+            reason = _DROPPED  # its ancestors were pending removal, and nothing is behind them any more
 
-    def _unlink(self, chunk: Chunk, reason: Reason, tiers: int) -> Chunk | None:
+    def _unlink(self, chunk: Chunk, reason: Reason) -> Chunk | None:
         """Take a chunk without shards out of namespace and chain; returns its parent if that must be removed too."""
-        chunk.state = TRANSITIONS[chunk.state][_REMOVE]
+        chunk.state = states.TRANSITIONS[chunk.state][states.REMOVE]
         chunk.gone = True
         before, account = chunk.parent, chunk.account
         if chunk.wants:
             self.wants.lost(chunk, before)
         del chunk.namespace.chunks[chunk.key]
+        if not chunk.namespace.chunks:
+            self.namespaces.emptied[chunk.namespace] = None
         self.chunks -= 1
         account.chunks -= 1
         account.policy.remove(chunk, reason is _EVICTED)
         chunk.parent = None
-        self.events.append(Removed(chunk, before, reason, tiers))
+        self.events.append(Removed(chunk, before, reason))
         pending = None
         if before is not None:
             before.children -= 1
             if is_evictable(before):
-                if before.state is _PENDING_REMOVAL:
+                if before.state is states.PENDING_REMOVAL:
                     pending = before
                 else:
                     account.policy.add(before)

@@ -1,6 +1,6 @@
 """Lifetimes of chunks in memory: their age and idle time when they are evicted, and the time until they are reused.
 
-A listener of the index's events; pure. Times are whole seconds of the wall clock.
+A reader of the index's events; pure. Times are whole seconds of the wall clock.
 
 A chunk's last use is its store, or the last request whose prefix ended with it or with a chunk behind it. A hit marks
 only the end of the prefix, because a prompt may have hundreds of chunks; the mark passes to the chunk before when a
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Sequence
 
 from kvdepot.core.histograms import AGES_S, Buckets
-from kvdepot.core.index.chunk import Chunk
 from kvdepot.core.index.events import IndexEvent, Reason, Removed, Used
+from kvdepot.protocol.status import Status
 
 _SAMPLED = 16
 _RECENT = 256
@@ -29,16 +28,11 @@ class Lifetimes:
         self._ages = Buckets("eviction_age_seconds", "s", AGES_S)
         self._idle = Buckets("eviction_idle_seconds", "s", AGES_S)
         self._reuse = Buckets("reuse_after_seconds", "s", AGES_S)
-        self.wall = 0  # set once a second
         self._evicted = 0
         self._recent: deque[int] = deque(maxlen=_RECENT)
 
-    def __iter__(self) -> Iterator[Buckets]:
-        return iter((self._ages, self._idle, self._reuse))
-
-    def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[NoReturn]:
+    def read(self, events: Sequence[IndexEvent], wall: int) -> None:
         """Count uses and evictions of chunks, one eviction in 16: counting all would make them 10 % slower."""
-        wall = self.wall
         for event in events:
             if type(event) is Used:  # `match` takes three times as long, and each lookup waits for it
                 end = event.chunks[-1]
@@ -53,16 +47,11 @@ class Lifetimes:
                 if event.reason is Reason.EVICTED:
                     self._evicted += 1
                     if not self._evicted % _SAMPLED:
-                        self._count_eviction(chunk)
-        return ()
+                        self._ages.count(max(0, wall - chunk.born))
+                        if chunk.used_s:
+                            self._idle.count(idle_s := max(0, wall - chunk.used_s))
+                            self._recent.append(idle_s)
 
-    def _count_eviction(self, chunk: Chunk) -> None:
-        self._ages.count(max(0, self.wall - chunk.born))
-        if chunk.used_s:
-            idle_s = max(0, self.wall - chunk.used_s)
-            self._idle.count(idle_s)
-            self._recent.append(idle_s)
-
-    def holds_s(self) -> float | None:
-        """Median idle time of recently evicted chunks; None if none was evicted."""
-        return float(statistics.median(self._recent)) if self._recent else None
+    def fill(self, status: Status) -> None:
+        status.holds_s = float(statistics.median(self._recent)) if self._recent else None
+        status.histograms += [each.figure() for each in (self._ages, self._idle, self._reuse)]

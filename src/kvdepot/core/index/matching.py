@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from kvdepot.core.index.chunk import Chunk, Namespace, Pin, State, is_forgotten, is_hidden, is_there
+from kvdepot.core.index import states
+from kvdepot.core.index.chunk import Chunk, Namespace, Pin, is_forgotten, is_hidden, is_there
 from kvdepot.core.index.namespaces import Namespaces
+from kvdepot.core.index.runs import is_free_to_write
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES
 
 G = TypeVar("G")
-
-_SEALED, _CORRUPT, _CHAINED = State.SEALED, State.CORRUPT, State.CHAINED  # attributes of an enum are slow to get
 
 
 class Match(NamedTuple):
@@ -150,7 +150,7 @@ def _chain(namespace: Namespace, hashes: bytes) -> Pin:
     probe = high  # a hit of the whole prompt is the common case, so try the last chunk first
     while low < high:
         chunk = chunks.get(hashes[(probe - 1) * HASH_BYTES : probe * HASH_BYTES])
-        if chunk is not None and chunk.state is _CHAINED and chunk.position == probe:
+        if chunk is not None and chunk.state is states.CHAINED and chunk.position == probe:
             low, deepest = probe, chunk
         else:
             high = probe - 1
@@ -172,7 +172,7 @@ def _unbroken(deepest: Chunk) -> tuple[int, Chunk | None]:
     found: Chunk | None = deepest
     chunk: Chunk | None = deepest
     while chunk is not None:
-        if chunk.state is not _CHAINED or is_forgotten(chunk):
+        if chunk.state is not states.CHAINED or is_forgotten(chunk):
             found = chunk.parent
         chunk = chunk.parent
     return (0, None) if found is None else (found.depth, found)
@@ -184,7 +184,7 @@ def find(namespace: Namespace, rank: int, hashes: bytes) -> list[Chunk | None]:
     for start in range(0, len(hashes), HASH_BYTES):
         chunk = namespace.chunks.get(hashes[start : start + HASH_BYTES])
         shard = chunk.shards.get(rank) if chunk is not None else None
-        is_usable = chunk is not None and shard is not None and shard.state is _SEALED and not is_forgotten(chunk)
+        is_usable = chunk is not None and shard is not None and shard.state is states.SEALED and not is_forgotten(chunk)
         found.append(chunk if is_usable else None)
     return found
 
@@ -200,31 +200,7 @@ def is_missing(namespace: Namespace, rank: int, key: bytes) -> bool:
         return True
     if is_forgotten(chunk):
         return not shard.is_open and not chunk.holds
-    return shard.state is _CORRUPT and is_free_to_write(chunk)
-
-
-def is_free_to_write(chunk: Chunk, is_load: bool = False) -> bool:
-    """Whether a corrupt shard of a chunk can be rewritten: nobody reads the bytes of its other shards.
-
-    If the chunk is pending removal, an earlier reservation must not become part of the chunk that a store renews.
-    """
-    if chunk.state is State.PENDING_REMOVAL and not is_load:
-        return not chunk.holds
-    return chunk.holds == sum(shard.is_open for shard in chunk.shards.values())
-
-
-def is_outdated(chunk: Chunk, rank: int) -> bool:
-    """Whether a chunk is pending removal, and this rank's shard is sealed: as it is too old, a store renews it."""
-    return chunk.state is State.PENDING_REMOVAL and rank in chunk.shards and chunk.shards[rank].sealed
-
-
-def may_need_space(chunk: Chunk, rank: int) -> bool:
-    """Whether a reservation may take space for a rank's shard: it is missing or being loaded, or it is corrupt, and may
-    go with the last chunk behind it."""
-    shard = chunk.shards.get(rank)
-    if shard is None or shard.state is State.LOADING:
-        return True
-    return chunk.state is State.PENDING_REMOVAL and shard.state is _CORRUPT
+    return shard.state is states.CORRUPT and is_free_to_write(chunk)
 
 
 # -- boundaries

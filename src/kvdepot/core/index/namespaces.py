@@ -25,6 +25,7 @@ class Namespaces:
         self._records = records
         self.writers = Writers(records)
         self._chunk_tokens = chunk_tokens
+        self.emptied: dict[Namespace, None] = {}  # namespaces that have lost their last chunk since `drop_emptied`
         self.known: dict[tuple[str, str, int], list[Namespace]] = {}  # the first groups, by tenant, model and ranks
         self._numbers = itertools.count(1)
 
@@ -59,6 +60,11 @@ class Namespaces:
             if each.size:
                 namespace.sizes[rank] = each.size
         return found
+
+    def drop_emptied(self) -> None:
+        """Forget namespaces that have lost their last chunk: not while a decision is made, which may be about them."""
+        while self.emptied:
+            self.forget(self.emptied.popitem()[0])
 
     def forget(self, namespace: Namespace) -> None:
         """Drop a namespace, with its model's other groups, if none of them has chunks or a registered instance."""

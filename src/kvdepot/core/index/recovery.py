@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvdepot.core.index import states
 from kvdepot.core.index.accounts import queue
 from kvdepot.core.index.chains import link
-from kvdepot.core.index.chunk import TRANSITIONS, Chunk, Event, Namespace, Shard, State, join_groups
+from kvdepot.core.index.chunk import Chunk, Namespace, Shard, join_groups
 from kvdepot.core.index.index import Index
 from kvdepot.memory.allocator import PAGE, Allocator, Extents
 from kvdepot.memory.records import Contents, NamespaceRecord, ShardRecord, WriterRecord
@@ -25,7 +26,6 @@ from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.wire import MAX_CHUNKS, MAX_GROUPS
 from kvdepot.tiers.format import SALT_BYTES
 
-_SEALED, _COMPLETE = State.SEALED, Event.COMPLETE  # attributes of an enum are slow to get
 _MOST = 1 << 62
 """Limit of restored serials and numbers, so that those counted on from them still fit a record."""
 
@@ -49,12 +49,9 @@ class Restored:
 
     shards: int = 0
     chunks: int = 0
-    dropped: list[str] = field(default_factory=list)
-    """One line per dropped record."""
-    damaged: list[int] = field(default_factory=list)
-    """Slots of the table that do not belong to a complete record."""
-    in_use: list[InUse] = field(default_factory=list)
-    """The memory that clients of the earlier server still use."""
+    dropped: list[str] = field(default_factory=list)  # one line per dropped record
+    damaged: list[int] = field(default_factory=list)  # slots of the table that do not belong to a complete record
+    in_use: list[InUse] = field(default_factory=list)  # the memory that clients of the earlier server still use
 
 
 class InUse(NamedTuple):
@@ -342,7 +339,7 @@ def _fault(record: ShardRecord, recorded: _Recorded | None, start: int) -> str:
 def _add_shard(
     index: Index, namespace: Namespace, slot: int, record: ShardRecord, parents: dict[bytes, bytes]
 ) -> Shard:
-    shard = Shard(record.extents, record.size, _SEALED, record.checksum, slot=slot)
+    shard = Shard(record.extents, record.size, states.SEALED, record.checksum, slot=slot)
     taken = Allocator.rounded(record.size)
     chunk = namespace.chunks.get(record.key)
     if chunk is None:
@@ -372,5 +369,5 @@ def _link(index: Index, namespace: Namespace, parents: dict[bytes, bytes]) -> No
             before.children += 1
     for chunk in namespace.chunks.values():
         if chunk.sealed == namespace.world_size:
-            chunk.state = TRANSITIONS[chunk.state][_COMPLETE]
-            index.chains.join(chunk)
+            chunk.state = states.TRANSITIONS[chunk.state][states.COMPLETE]
+            index.chains.join((chunk,))

@@ -1,4 +1,8 @@
-"""The values of a reservation: the run of chunks that is asked for, and the outcome. Plain data."""
+"""A reservation: the run of chunks that is asked for, the case of each chunk, and the outcome. Queries and plain data.
+
+`Index.reserve` asks and then acts: `classify` finds the case of each chunk and changes nothing, then space is made, and
+then the plan is carried out, which cannot fail.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +11,22 @@ from math import inf
 
 import msgspec
 
-from kvdepot.core.index.chunk import Chunk
+from kvdepot.core.index import states
+from kvdepot.core.index.chains import link
+from kvdepot.core.index.chunk import Account, Chunk, Namespace
+from kvdepot.memory.allocator import Allocator
+from kvdepot.protocol.keys import HASH_BYTES
 
 
 class Run(msgspec.Struct, frozen=True, gc=False):
     """Consecutive chunks of one prompt, of which one rank's shards are to be reserved."""
 
-    hashes: bytes
-    """32 bytes per chunk."""
-    size: int
-    """Bytes of one shard."""
-    parent: bytes = b""
-    """The hash of the chunk before the first one; empty: unknown, so that all of them are loose."""
-    position: int = 0
-    """The number of the first chunk in its prompt, counted from 1."""
-    salt: bytes = b""
-    """The salt that the chunks are stored under."""
-    continues: bytes = b""
-    """The key of a tail that these chunks make useless: it is evicted first."""
+    hashes: bytes  # 32 bytes per chunk
+    size: int  # bytes of one shard
+    parent: bytes = b""  # the hash of the chunk before the first one; empty: unknown, so that all of them are loose
+    position: int = 0  # the number of the first chunk in its prompt, counted from 1
+    salt: bytes = b""  # the salt that the chunks are stored under
+    continues: bytes = b""  # the key of a tail that these chunks make useless: it is evicted first
     depth: float = inf
     """The depth (wants.py) of the request that these chunks are loaded for; infinity: only those that lack them say."""
 
@@ -38,14 +40,98 @@ class Refusal(Enum):
     OTHER_SIZE = "memory has the shard in another size, which the new bytes do not fit"
 
 
+class Case(Enum):
+    """A chunk of a run, by what its reservation does about it. The first three need space."""
+
+    NEW = "the index does not have it: it is inserted, with this rank's shard"
+    LACKING = "it lacks this rank's shard, which it gets"
+    LATE = "a tier is loading this rank's shard: the load is given up, but without space, it goes on"
+    SPOILED = "this rank's shard is corrupt, and nobody uses its bytes: it is written again, in its place"
+    OUTDATED = "it is pending removal as it was too old, and its bytes were computed again: it is renewed"
+    KNOWN = "it is there, or others write or read it, or it is another account's: nothing is done"
+    MISFIT = "this rank's shard is there in another size, and not sealed: the run ends before it"
+
+
+NEW, LACKING, LATE, SPOILED, OUTDATED, KNOWN, MISFIT = Case  # attributes of an enum are slow to get
+
+
+class Plan(msgspec.Struct, gc=False):
+    """The case of each chunk of a run, with its key, and the chunk if it exists: what a reservation is going to do.
+
+    wall: when the bytes were computed (seconds since 1970); None: they come from a tier. taken: bytes of the arena that
+    one shard takes. count: chunks that need space.
+    """
+
+    namespace: Namespace
+    rank: int
+    run: Run
+    wall: int | None
+    account: Account
+    taken: int
+    keys: list[bytes]
+    steps: list[tuple[bytes, Chunk | None, Case]] = []
+    count: int = 0
+
+
+def classify(namespace: Namespace, rank: int, run: Run, wall: int | None, account: Account) -> Plan:
+    """Find the case of each chunk of a run. account: the one that asks. wall: as in `Plan`."""
+    hashes, chunks = run.hashes, namespace.chunks
+    keys = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+    plan = Plan(namespace, rank, run, wall, account, Allocator.rounded(run.size), keys)
+    steps = [(key, chunk := chunks.get(key), NEW if chunk is None else _case_of(chunk, plan)) for key in keys]
+    if len(set(keys)) < len(keys):  # the second time that a run names a chunk, the first has reserved it
+        steps = [(key, chunk, KNOWN if key in keys[:at] else case) for at, (key, chunk, case) in enumerate(steps)]
+    cases = [case for _, _, case in steps]
+    plan.steps, plan.count = steps, sum(map(cases.count, (NEW, LACKING, LATE)))
+    return plan
+
+
+def needed(plan: Plan) -> list[Chunk]:
+    """The chunks that must stay until a plan is carried out: those of its run, and those that new ones will follow."""
+    run, chunks = plan.run, [chunk for _, chunk, _ in plan.steps if chunk is not None]
+    new = [key for key, chunk, _ in plan.steps if chunk is None]
+    if not plan.namespace.reach:
+        new = new[:1] if new[:1] == plan.keys[:1] else []  # the others follow chunks of the run
+    return chunks + [
+        before
+        for key in new
+        if (before := link(plan.namespace, key, run.parent, run.position, run.salt)[0]) is not None
+    ]
+
+
+def _case_of(chunk: Chunk, plan: Plan) -> Case:
+    shard, is_own, is_load = chunk.shards.get(plan.rank), chunk.account is plan.account, plan.wall is None
+    is_pending = chunk.state is states.PENDING_REMOVAL
+    if shard is None:
+        return LACKING if is_own else KNOWN
+    if shard.state is states.SEALED:
+        return OUTDATED if is_pending and is_own and not is_load else KNOWN
+    if shard.size != plan.run.size:
+        return MISFIT
+    if is_own and shard.state is states.CORRUPT and is_free_to_write(chunk, is_load):
+        return SPOILED
+    if is_own and shard.state is states.LOADING:
+        # Other shards that are open must not become part of a chunk that is renewed.
+        others = any(each.is_open for each in chunk.shards.values() if each is not shard)
+        return KNOWN if is_pending and others else LATE
+    return KNOWN
+
+
+def is_free_to_write(chunk: Chunk, is_load: bool = False) -> bool:
+    """Whether a corrupt shard of a chunk can be rewritten: nobody reads the bytes of its other shards.
+
+    If the chunk is pending removal, an earlier reservation must not become part of the chunk that a store renews.
+    """
+    if chunk.state is states.PENDING_REMOVAL and not is_load:
+        return not chunk.holds
+    return chunk.holds == sum(shard.is_open for shard in chunk.shards.values())
+
+
 class Reservation(msgspec.Struct, gc=False):
     """The outcome for a run. The shards of `chunks` may be written; these chunks are held until `seal` or `discard`."""
 
     chunks: list[Chunk]
-    places: list[int]
-    """The places of `chunks` in the run."""
-    known: int = 0
-    """Chunks that exist, or that others write or still read."""
+    places: list[int]  # the places of `chunks` in the run
+    known: int = 0  # chunks that exist, or that others write or still read
     refusal: Refusal | None = None
-    refused: int = 0
-    """Chunks from the first refused one on: they are useless without it."""
+    refused: int = 0  # chunks from the first refused one on: they are useless without it

@@ -43,7 +43,7 @@ class Lookups:
     """The lookups of one depot that have no answer yet. pins: what their sessions hold after it."""
 
     def __init__(self, config: Config, index: Index, tiering: Tiering, leases: Leases, recorders: Recorders) -> None:
-        self._counters, self._usages, self._trails, _ = recorders
+        self._counters, self._usages, self._trails = recorders.counters, recorders.usages, recorders.trails
         self.pins = Pins(config, index, self._counters, self._usages)
         self._budget = self.pins.budget
         self._rows = table(config.lookup_s)
@@ -61,10 +61,6 @@ class Lookups:
         self._late: set[int] = set()  # id() of parts whose stores have let a search wait until its deadline
         self._timers: list[tuple[float, int, Search]] = []  # a heap; stale where the search has another deadline
         self._numbers = itertools.count()
-
-    def __repr__(self) -> str:
-        counts = ", ".join(f"{len(those)} {phase.name}" for phase, those in self._in.items() if those)
-        return f"<Lookups {counts or 'none'}>"
 
     def __len__(self) -> int:
         return len(self._searches)
@@ -367,9 +363,9 @@ class Lookups:
             session.number, session.answer, session.withdrawals = search.number, hit, withdrawals
         return hit
 
-    def give_up(self, client: Client, request: str) -> list[Action]:
-        """End a lookup without pinning anything."""
-        search = self._searches.get((client, request))
+    def give_up(self, name: Hashable) -> list[Action]:
+        """End the lookup with this name (`Search.name`), if it is in progress, without holding anything."""
+        search = self._searches.get(name)
         return self._give_up(search) if search is not None else []
 
     def _give_up(self, search: Search) -> list[Action]:
@@ -380,9 +376,9 @@ class Lookups:
         nothing = wire.MISS if search.lease is None else 0
         return [] if search.client.dead else [Reply(search.client.identity, search.number, nothing)]
 
-    # -- events
+    # -- what they wait for has happened
 
-    def notice(self, events: Sequence[IndexEvent], now: float) -> list[Action]:
+    def settled(self, events: Sequence[IndexEvent], now: float) -> list[Action]:
         """Go on with the searches that waited for parts whose stores have ended, whether well or not."""
         if not (self._searches or self._late):
             return []
@@ -478,7 +474,7 @@ class Lookups:
         if not lease.holds:  # so it needs nothing from tiers
             found = match_prompt(self._index.namespaces, client.tenant, request, request.hashes)
             matched = self._leases.begin(lease, found.pins, found.chunks)
-            return [*self.give_up_lease(client, request.name), Reply(client.identity, number, matched)]
+            return [*self.give_up((client.tenant, request.name)), Reply(client.identity, number, matched)]
         lookup = wire.Lookup(
             request.model, request.world_size, request.blocks_in_chunk, request.name, 0, request.hashes, True,
             request.salt, request.chunk_tokens,
@@ -488,11 +484,6 @@ class Lookups:
         if before is not None and (before.client, before.number) == (client, number):
             return []  # sent again, as a lookup
         return [*(self._give_up(before) if before is not None else []), *self._begin(search, now)]
-
-    def give_up_lease(self, client: Client, name: str) -> list[Action]:
-        """End the lookup of a lease that has not begun, if there is one; its reply is 0."""
-        search = self._searches.get((client.tenant, name))
-        return self._give_up(search) if search is not None else []
 
 
 def _tops(match: Match) -> list[Chunk]:

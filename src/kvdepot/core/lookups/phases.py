@@ -39,8 +39,7 @@ NEVER = float("inf")
 class SearchPhase(Enum):
     """Names what a search waits for."""
 
-    ASKED = auto()
-    """Nothing yet: it has just come."""
+    ASKED = auto()  # nothing yet: it has just come
     ROOM = auto()
     WANTED = auto()
     STORES = auto()

@@ -23,8 +23,8 @@ from kvdepot.protocol import wire
 class Search:
     """A lookup until its answer.
 
-    number: of the message to answer. name: unique among all searches in progress. by_hand: it warms or leases a prompt;
-    such lookups count neither as hits nor as misses.
+    number: of the message to answer. name: the client and the request, or the tenant and the lease: unique among all
+    searches in progress. by_hand: it warms or leases a prompt; such lookups count neither as hits nor as misses.
     """
 
     client: Client

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from kvdepot.core.index.chunk import Namespace
@@ -55,6 +56,7 @@ class Forgetting:
     writer: str = ""  # empty: any
     chunks: int | None = None  # chunks removed from memory; None: the removal there has not ended
     objects: dict[str, int | NotForgotten] = field(default_factory=dict)  # number of objects removed, by tier name
+    deadline: float = inf  # when it is answered even if not all is done
     owing: set[int] = field(default_factory=set)  # tiers that have not answered
     saves: dict[int, set[Save]] = field(default_factory=dict)  # by tier: those that it waits for
     ended: bool = False  # answered, or about to be
@@ -111,8 +113,11 @@ class Forgettings:
         """Whether chunks of this namespace and salt are being forgotten."""
         return any(forgetting.covers(namespace, salt) for forgetting in self._under_way)
 
-    def begin(self, forgetting: Forgetting) -> list[ForgetSpaces]:
-        """Begin a forgetting in each tier, at once or after the tier's saves in progress."""
+    def begin(self, forgetting: Forgetting, now: float) -> list[ForgetSpaces]:
+        """Begin to forget in each tier, at once or after the tier's saves in progress; loads in progress are dropped
+        when they arrive. The caller removes from memory, and then calls `memory_ended`. The forgetting is returned once
+        as a decision: when tiers and memory are done, or at its deadline."""
+        forgetting.deadline = now + FORGET_S
         forgetting.owing = {tier.number for tier in self._tiers}
         forgetting.objects = {tier.name: 0 for tier in self._tiers}
         forgetting.saves = {tier.number: set(tier.saving) for tier in self._tiers}
@@ -144,6 +149,14 @@ class Forgettings:
             return False
         self._under_way.pop(forgetting, None)
         return self.end(forgetting)
+
+    def next_deadline(self) -> float:
+        """When `expire` must be called next; infinity if nothing is due."""
+        return min((each.deadline for each in self._under_way if not each.ended), default=inf)
+
+    def expire(self, now: float) -> list[Forgetting]:
+        """Mark those at their deadline as answered, and return them."""
+        return [each for each in self._under_way if each.deadline <= now and self.end(each)]
 
     def end(self, forgetting: Forgetting) -> bool:
         """Mark a forgetting as answered; returns False if it was before. It continues until all tiers have answered."""

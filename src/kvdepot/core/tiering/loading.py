@@ -82,18 +82,9 @@ class TierSearch:
         self.hashes = self.request.hashes
         self.tails = tuple(tail for tail in self.request.tails if tail.chunks >= self.first)[:_MOST_TAILS]
 
-    @property
-    def speed(self) -> float:
-        """Tokens that the engine computes per second; 0: unknown."""
-        return self.request.speed
-
     def is_awaited(self) -> bool:
         """Whether answers to Finds are still of use. Thread-safe."""
         return not (self.ended or self.loading)
-
-    @property
-    def groups(self) -> list[Namespace]:
-        return self.namespace.groups
 
     def loading_tiers(self) -> set[int]:
         """The tiers whose loads it waits for."""
@@ -101,7 +92,7 @@ class TierSearch:
 
     def compute_s(self, chunks: int) -> float:
         """The time in which the engine would compute this many chunks; infinity if that is unknown."""
-        return chunks * self.namespace.chunk_tokens / self.speed if self.speed else float("inf")
+        return chunks * self.namespace.chunk_tokens / self.request.speed if self.request.speed else inf
 
     @property
     def slack_s(self) -> float:
@@ -210,7 +201,7 @@ class Loads:
         if not tier_search.wanted:
             return self._load(tier_search, tier_search.begun)
         tier_search.owing = {tier.number for tier in asked}
-        groups = tier_search.groups
+        groups = tier_search.namespace.groups
         facts = [[facts_of(group, rank) for rank in range(group.world_size)] for group in groups]
         objects = [(facts[group][rank], tier_search.key(i)) for group, i, rank in tier_search.wanted]
         for tier in asked:
@@ -223,23 +214,21 @@ class Loads:
         compute_s, slack_s = tier_search.compute_s(chunks), tier_search.slack_s
         size = sum(
             sum(group.sizes.values()) * (min(group.reach, chunks) if group.reach else chunks)
-            for group in tier_search.groups
+            for group in tier_search.namespace.groups
         )
         asked = [tier for tier in tiers if tier.speed.pays(size, compute_s, slack_s, now)]
-        for tier in tiers if tier_search.speed else ():
-            if tier in asked:
-                tier.became_worthwhile(now)
-            elif not asked and now >= tier.speed.retry_at:
+        for tier in tiers if tier_search.request.speed else ():
+            if not asked and now >= tier.speed.retry_at:
                 tier_search.is_trial = True
                 asked, tier.speed.retry_at = [tier], now + RETRY_S
-            else:
-                tier.left_to_compute(chunks * tier_search.namespace.chunk_tokens, now)
+            elif tier not in asked:
+                tier.counters["computed_tokens"] += chunks * tier_search.namespace.chunk_tokens
         return asked
 
     def _missing(self, tier_search: TierSearch) -> list[Place]:
         """The shards that are neither in memory nor being loaded, and that some boundary behind `first` needs."""
         missing: list[Place] = []
-        for group in tier_search.groups:
+        for group in tier_search.namespace.groups:
             # Resuming at the next boundary needs the last `reach` parts before it, some of them before `first`.
             first = max(0, tier_search.first + 1 - group.reach) if group.reach else tier_search.first
             hashes = tier_search.hashes[first * HASH_BYTES : tier_search.end * HASH_BYTES]
@@ -289,10 +278,10 @@ class Loads:
     def _boundary(self, tier_search: TierSearch, most: int) -> int:
         """The deepest boundary up to `most` that memory and the tiers that have answered can restore together."""
         end = tier_search.first
-        unbounded = [group for group in tier_search.groups if not group.reach]
+        unbounded = [group for group in tier_search.namespace.groups if not group.reach]
         while end < most and all(self._can_have(tier_search, group, end) for group in unbounded):
             end += 1
-        bounded = [(group, group.reach) for group in tier_search.groups if group.reach]
+        bounded = [(group, group.reach) for group in tier_search.namespace.groups if group.reach]
         if bounded:
             end = deepest_boundary(bounded, end, lambda group, i: self._can_have(tier_search, group, i))
         return end
@@ -301,8 +290,8 @@ class Loads:
         """The longest tail behind the deepest boundary that memory and these tiers can restore together, or None."""
         end = self._boundary(tier_search, tier_search.end) if tier_search.tails else 0
         for number, tail in enumerate(tier_search.tails):
-            parts = [(group, -1 - number) for group in tier_search.groups]
-            for group in tier_search.groups:
+            parts = [(group, -1 - number) for group in tier_search.namespace.groups]
+            for group in tier_search.namespace.groups:
                 first = needed_parts(group.reach, tail.chunks + 1).start if group.reach else tier_search.first
                 parts += [(group, i) for i in range(first, tail.chunks)]
             if end <= tail.chunks <= tier_search.end and all(self._can_have(tier_search, *part) for part in parts):
@@ -336,9 +325,9 @@ class Loads:
 
     def _leave_slow(self, tier_search: TierSearch, now: float) -> None:
         """Leave to the engine what it computes faster than the slowest tier brings it, then the next slowest."""
-        while tier_search.found and tier_search.speed and not tier_search.is_trial:
+        while tier_search.found and tier_search.request.speed and not tier_search.is_trial:
             found, end, sizes = tier_search.found, self._boundary(tier_search, tier_search.end), Counter[int]()
-            needed = [(needed_parts(group.reach, end), group.sizes) for group in tier_search.groups]
+            needed = [(needed_parts(group.reach, end), group.sizes) for group in tier_search.namespace.groups]
             for (group, i, rank), tier in found.items():
                 parts, shards = needed[group]
                 if i in parts:
@@ -353,7 +342,7 @@ class Loads:
             if gained_s <= tier_search.compute_s(chunks):
                 tier_search.found = found
                 return
-            self._tiers[slowest].left_to_compute(chunks * tier_search.namespace.chunk_tokens, now)
+            self._tiers[slowest].counters["computed_tokens"] += chunks * tier_search.namespace.chunk_tokens
 
     def _load(self, tier_search: TierSearch, now: float) -> list[TierTask]:
         """Load what extends the prefix. If nothing is being loaded after that, the tier search ends."""
@@ -385,7 +374,7 @@ class Loads:
         """Reserve what the deepest boundary needs and memory lacks: of unbounded groups all chunks up to the first that
         cannot be completed, then of bounded groups the last parts before the boundary that is left.
         """
-        first, groups = tier_search.first, tier_search.groups
+        first, groups = tier_search.first, tier_search.namespace.groups
         end = tier_search.end if tier_search.namespace.is_simple else self._affordable(tier_search)
         fresh: list[Arrival] = []
         for group in groups:
@@ -406,10 +395,10 @@ class Loads:
         end = self._boundary(tier_search, tier_search.end)
         most = min(self._most_arriving, self._index.accounts.of(tier_search.namespace.tenant, tier_search.salt).cap)
         room = most - self.arriving_bytes
-        for group in tier_search.groups:
+        for group in tier_search.namespace.groups:
             for i in needed_parts(group.reach, end) if group.reach else ():
                 room -= self._missing_bytes(tier_search, group, i)
-        unbounded = [group for group in tier_search.groups if not group.reach]
+        unbounded = [group for group in tier_search.namespace.groups if not group.reach]
         for i in range(tier_search.first, end):
             room -= sum(self._missing_bytes(tier_search, group, i) for group in unbounded)
             if room < 0:

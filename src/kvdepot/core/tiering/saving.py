@@ -30,7 +30,6 @@ class Saves:
         self._tiers = tiers
         self._index = index
         self._low_bytes = index.allocator.capacity >> 3  # kept free if a tier has `on_evict`
-        self._evicted: Counter[int] = Counter()  # chunks, by the tiers that had all their shards (Shard.tiers)
         self._held: Counter[int] = Counter()  # holds of saves and demotions in progress, by id() of the chunk
 
     # -- what was stored
@@ -56,10 +55,6 @@ class Saves:
                     tier.queued_bytes += shard.size
             saves += self.dispatch(tier)
         return saves
-
-    def removed(self, tiers: int) -> None:
-        """Count a chunk that was evicted. tiers: those that have all its shards, by bits."""
-        self._evicted[tiers] += 1
 
     # -- the queue
 
@@ -195,4 +190,4 @@ class Saves:
         """Chunks that were evicted before a tier with `on_evict` had all their shards."""
         if tier.config.options.write != "on_evict":
             return 0
-        return sum(count for tiers, count in self._evicted.items() if not tiers & tier.bit)
+        return sum(count for tiers, count in self._index.evicted_from.items() if not tiers & tier.bit)

@@ -1,11 +1,10 @@
 """Load or compute: how fast a tier has answered lookups lately, and whether it is faster than an engine. Pure.
 
-Used by lookup.py on the deciding thread. An engine says with each lookup how many tokens a second it computes; a tier's
-times are measured from the request, or from the tier's outcome before it if that came later, to its own: so lookups
-that wait for each other tell what the tier does for all of them, as an engine's speed is that for all its requests.
-What is not measured, or was too long ago, is taken to be fast: a lookup then waits for it, and measures it. Invariant:
-a tier that is slower than computing costs a lookup at most `SLACK` of the time in which the engine would compute the
-whole prompt, but for the lookups that were under way when it became slow.
+Used by loading.py on the deciding thread. An engine says with each lookup how many tokens a second it computes, for all
+its requests together. So a tier's time is measured for all its calls together, too: it begins with the call, or with
+the end of the call before if that is later. A tier that has not been measured lately counts as fast, so that a lookup
+waits for it and measures it. Invariant: a tier that is slower than computing costs a lookup at most `SLACK` of the time
+in which the engine would compute the whole prompt. Lookups in progress when a tier becomes slow are the exception.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ SLACK = 0.05
 RETRY_S = 10.0
 """Seconds between two lookups that try a slow tier again."""
 _STALE_S = 6 * RETRY_S
-"""A measurement of loads that is older than this is forgotten if a Find has got to the tier since: lookups that try
-a tier again do not come to a load if its Finds take longer than the slack."""
+"""A measurement of loads that is older than this counts no more if a call has reached the tier since. Otherwise, a tier
+whose Finds take longer than the slack would never be measured again, because lookups that try it come to no load."""
 _HALF_S = 1.0
-"""The weight of a measurement halves in this time: a tier that has become slow is found out soon."""
+"""The weight of a measurement halves in this many seconds, so that a tier that has become slow is noticed soon."""
 _FADE_HITS = 0.7
 _LATE = 2.0
 """A tier that has not answered yet is expected to take this many times as long as it has taken so far."""
@@ -40,10 +39,6 @@ class TierSpeed:
         self.retry_at = 0.0  # from when on a lookup may try it although it is slow
         self._bytes = self._load_s = 0.0  # of loads, faded
         self._found_at = self._loaded_at = self._tried_at = -math.inf
-
-    def __repr__(self) -> str:
-        rate = self._bytes / self._load_s if self._load_s else 0.0
-        return f"<TierSpeed {self.find_s:.3g} s, {rate:.3g} bytes/s, {self.hits:.2f} hits>"
 
     def found(self, begun: float, now: float, hits: int) -> None:
         """Note that a Find was answered. hits: 1 if the tier has something of what it was asked for, else 0."""

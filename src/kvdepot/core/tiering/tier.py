@@ -14,7 +14,7 @@ import msgspec
 
 from kvdepot.core.histograms import RATES, Buckets
 from kvdepot.core.index.chunk import Account, Chunk, Namespace, Shard
-from kvdepot.core.tiering.speed import RETRY_S, TierSpeed
+from kvdepot.core.tiering.speed import TierSpeed
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol.metrics import BOUNDS_S
 from kvdepot.protocol.model_names import key_of_model
@@ -36,8 +36,6 @@ _PROBE_EVERY_S = 10.0
 _PROBE_S = 5.0
 """A tier that has not answered a probe by then counts as failed."""
 _NO_USAGE = TierUsage()
-_QUIET_S = 60.0
-"""Least seconds between two lines in the log that say whether a tier is worth loading from."""
 _ENFORCE_EVERY_S = 10.0
 """Seconds between two removals of expired objects in a local tier."""
 
@@ -90,13 +88,11 @@ class TierState:
         default_factory=lambda: {kind: Breaker() for kind in (LOOKUPS, READS, WRITES, REMOVALS)}
     )
     counters: Counter[str] = field(default_factory=Counter)
-    finding: int = 0  # Finds in progress; lookup.py, as the next two
-    loading: int = 0  # Loads in progress
+    finding: int = 0  # Finds in progress; changed by loading.py
+    loading: int = 0  # Loads in progress; changed by loading.py
     load_times: CallTimes = field(default_factory=lambda: CallTimes("load"))
-    speed: TierSpeed = field(default_factory=TierSpeed)  # as lookups see it; lookup.py
-    is_slow: bool = False  # computing is faster, as the log has it
-    quiet_until: float = 0.0
-    queue: deque[Queued] = field(default_factory=deque)  # saving.py, as the next three
+    speed: TierSpeed = field(default_factory=TierSpeed)  # as lookups see it; changed by loading.py
+    queue: deque[Queued] = field(default_factory=deque)  # shards to be saved; saving.py changes it and the next two
     queued_bytes: int = 0
     saving: set[Save] = field(default_factory=set)  # Saves in progress
     save_times: CallTimes = field(default_factory=lambda: CallTimes("save"))
@@ -191,24 +187,6 @@ class TierState:
             self.usage = outcome
             if outcome.objects is None and self.config.is_local:
                 self.probe_after = 0.0  # it still counts them
-
-    # -- load or compute
-
-    def left_to_compute(self, tokens: int, now: float) -> None:
-        """Count tokens that an engine computes, as that is faster than loading them."""
-        self.counters["computed_tokens"] += tokens
-        if not self.is_slow and now >= self.quiet_until:
-            self.is_slow, self.quiet_until = True, now + _QUIET_S
-            log.info(
-                "tier %s: engines compute faster than it loads, so they do; it is tried again every %g s: %r",
-                self.name, RETRY_S, self.speed, extra={"tier": self.name},
-            )  # fmt: skip
-
-    def became_worthwhile(self, now: float) -> None:
-        """Note that a lookup may be faster with this tier than without."""
-        if self.is_slow and now >= self.quiet_until:
-            self.is_slow, self.quiet_until = False, now + _QUIET_S
-            log.info("tier %s: it loads faster than engines compute again", self.name, extra={"tier": self.name})
 
     # -- rules
 

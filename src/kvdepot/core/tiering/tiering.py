@@ -6,15 +6,13 @@ other files must continue is returned among the tier tasks (`Decision`), to be h
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from kvdepot.core.index.chunk import Account, Chunk
-from kvdepot.core.index.events import IndexEvent, Reason, Removed, Stored
+from kvdepot.core.index.chunk import Account
+from kvdepot.core.index.events import IndexEvent, Stored
 from kvdepot.core.index.index import Index
-from kvdepot.core.tiering.forgetting import FORGET_S, DroppedErase, Erasures, Forgetting, Forgettings, TierForget
+from kvdepot.core.tiering.forgetting import DroppedErase, Erasures, Forgetting, Forgettings, TierForget
 from kvdepot.core.tiering.loading import ArrivalLoad, LoadDecision, Loads, SearchFind, TierSearch
 from kvdepot.core.tiering.saving import QueuedSave, Saves
 from kvdepot.core.tiering.tier import TierState
@@ -28,7 +26,6 @@ from kvdepot.tiers.worker import (
     Enforced,
     Erase,
     Erased,
-    ForgetSpaces,
     Forgotten,
     Loaded,
     Located,
@@ -54,14 +51,9 @@ class Tiering:
         self.loads = Loads(self._tiers, index, self.forgettings)
         self.saves = Saves(self._tiers, index)
         self.erasures = Erasures(self._tiers)
-        self._deadlines: list[tuple[float, int, Forgetting]] = []  # a heap; the numbers keep the order of equal ones
-        self._numbers = itertools.count()
         self._accounts = index.accounts
         self._rules = NO_RULES
         self.set_rules()
-
-    def __bool__(self) -> bool:
-        return bool(self._tiers)
 
     @property
     def is_searchable(self) -> bool:
@@ -69,15 +61,6 @@ class Tiering:
         return any(tier.is_searchable for tier in self._tiers)
 
     # -- time
-
-    def next_deadline(self) -> float:
-        """When `expire` must be called next; infinity if nothing is due."""
-        return self._deadlines[0][0] if self._deadlines else float("inf")
-
-    def expire(self, now: float) -> list[Decision]:
-        """Handle the earliest deadline. Its decisions must be carried out before the next call."""
-        _, _, forgetting = heapq.heappop(self._deadlines)
-        return [forgetting] if self.forgettings.end(forgetting) else []
 
     def too_late(self, tier_search: TierSearch, now: float) -> None:
         """A tier search is at its deadline: count what its tiers owe as failures of those that answer nothing."""
@@ -127,31 +110,10 @@ class Tiering:
 
     # -- writing
 
-    def notice(self, events: Sequence[IndexEvent], now: float) -> Sequence[Save]:
+    def save(self, events: Sequence[IndexEvent]) -> Sequence[Save]:
         """Save shards that were just sealed in tiers with `write=through`, and make room for more."""
-        if not self._tiers:
-            return ()
-        shards: list[tuple[Chunk, int]] = []
-        for event in events:
-            match event:
-                case Stored(chunk, rank):
-                    shards.append((chunk, rank))
-                case Removed(_, _, Reason.EVICTED, tiers):
-                    self.saves.removed(tiers)
+        shards = [(event.chunk, event.rank) for event in events if type(event) is Stored]
         return [*self.saves.stored(shards), *self.saves.make_room(shards[0][0].account)] if shards else ()
-
-    # -- forgetting
-
-    def forget(self, forgetting: Forgetting, now: float) -> list[ForgetSpaces]:
-        """Begin to forget in the tiers; returned once as a decision when tiers and memory are done, or at its deadline.
-
-        Loads in progress are dropped when they arrive; a tier begins once its saves in progress have ended. The caller
-        removes from memory, and then calls `Forgettings.memory_ended`.
-        """
-        while self._deadlines and self._deadlines[0][2].ended:
-            heapq.heappop(self._deadlines)
-        heapq.heappush(self._deadlines, (now + FORGET_S, next(self._numbers), forgetting))
-        return self.forgettings.begin(forgetting)
 
     # -- outcomes
 

@@ -108,7 +108,7 @@ class SchedulerHalf:
         self._ending_later: list[tuple[int, str, Report]] = []  # sessions to end once the output of a step is back
         self.holds = Holds(self._ranks)
         self._waiting = WaitingStores(self.holds)
-        self._forget_again: tuple[int, wire.Forget] | None = None  # once this step's output is back
+        self._forget_again: tuple[int, wire.ForgetChunks] | None = None  # once this step's output is back
         self._incarnation = b""  # of the server that `saved_chunks` refers to
         self._prefill = PrefillSpeed()
         self._choice = LoadOrCompute(self._prefill)
