@@ -161,7 +161,7 @@ def test_caches_that_are_not_served_are_refused(library: kvdepot.Depot) -> None:
         (IDS + (1 << 40), "integers in"),
     ],
 )  # fmt: skip
-def test_what_are_no_tokens_is_refused(library: kvdepot.Depot, ids: Any, message: str) -> None:
+def test_input_that_is_not_token_ids_is_refused(library: kvdepot.Depot, ids: Any, message: str) -> None:
     model = make(seed=7)
     cache = PrefixCache(library, model, CHUNK)
     full = cache.load(IDS)[0]
@@ -209,6 +209,7 @@ def test_padding_must_be_at_the_left_and_masked(library: kvdepot.Depot) -> None:
         ({"attention_mask": transformers.GenerationConfig()}, "attention_mask must be a tensor"),
         ({"attention_mask": torch.ones(1, 49)}, "a value for each token"),
         ({"inputs": IDS}, "pass the tokens of a prompt once"),
+        ({"adapter_names": ["b"]}, "does not serve adapter_names: the prompt is computed without it"),
     ],
 )
 def test_arguments_of_generation_are_refused_by_name(library: kvdepot.Depot, arguments: Any, message: str) -> None:
@@ -228,7 +229,7 @@ def test_arguments_of_generation_are_refused_by_name(library: kvdepot.Depot, arg
         ("cache_implementation", "quantized", "cache_implementation='quantized'"),
     ],
 )  # fmt: skip
-def test_settings_of_generation_are_refused_wherever_they_are(
+def test_unserved_settings_of_generation_are_refused_wherever_they_are(
     library: kvdepot.Depot, name: str, value: Any, message: str
 ) -> None:
     model = make(seed=9)
@@ -288,12 +289,6 @@ def test_use_after_close_is_refused(depot: Any) -> None:
     for call in (lambda: cache.load(IDS), lambda: cache.store(IDS, past), lambda: cache.generate(IDS)):
         with pytest.raises(BadRequest, match="this depot is closed"):
             call()
-
-
-def test_arguments_that_the_prompt_is_computed_without_are_refused(library: kvdepot.Depot) -> None:
-    cache = PrefixCache(library, make(seed=8), CHUNK)
-    with pytest.raises(BadRequest, match="does not serve adapter_names: the prompt is computed without it"):
-        cache.generate(IDS, adapter_names=["b"], max_new_tokens=2)
 
 
 def test_beams_of_the_models_own_configuration_are_seen(library: kvdepot.Depot) -> None:

@@ -17,7 +17,7 @@ from numpy.lib.stride_tricks import as_strided
 
 import kvdepot
 from kvdepot import Shape, State
-from kvdepot.errors import BadRequest, Unavailable
+from kvdepot.errors import BadRequest
 from kvdepot.library.shapes import ITEM_BYTES
 from tests.conftest import HANG_S, SHM, Depot, StartDepot
 from tests.library.conftest import Connect, MakeNamespace, at_rest
@@ -180,17 +180,6 @@ def test_arrays_of_any_strides_are_stored_and_filled(make: MakeNamespace, way: s
         assert np.array_equal(target.base, around), "values beside the array have changed"
 
 
-def test_a_transposed_tensor_is_stored_and_filled(make: MakeNamespace) -> None:
-    ns = make()
-    kv = random_kv(SMALL, 2 * TOKENS)
-    turned = tensor(kv, "bfloat16").transpose(2, 3).contiguous().transpose(2, 3)
-    assert not turned.is_contiguous()
-    assert ns.put(random_tokens(2 * TOKENS), turned) == 2 * TOKENS
-    turned.fill_(0)
-    assert ns.get_into(random_tokens(2 * TOKENS), turned) == 2 * TOKENS
-    check(turned, kv, SMALL, 2 * TOKENS)
-
-
 def overlapping() -> dict[str, Callable[[], Any]]:
     """Arrays to load into, some of whose elements share memory."""
     kv = random_kv(SMALL, TOKENS)
@@ -287,16 +276,6 @@ def test_less_than_a_chunk_is_neither_stored_nor_found(make: MakeNamespace, coun
     assert ns.get_into(tokens, kv) == ns.contains(tokens) == ns.delete(tokens) == ns.lease(tokens, 1) == 0
 
 
-def test_a_get_into_longer_buffers_leaves_the_rest_as_it_was(make: MakeNamespace) -> None:
-    ns = make()
-    tokens, kv = random_tokens(2 * TOKENS), random_kv(SMALL, 2 * TOKENS)
-    ns.put(tokens, kv)
-    target, before = random_kv(SMALL, 9 * TOKENS, 3), random_kv(SMALL, 9 * TOKENS, 3)
-    assert ns.get_into([*tokens, *random_tokens(TOKENS, 4)], target) == 2 * TOKENS
-    check(cut(target, SMALL, 0, 2 * TOKENS), kv, SMALL, 2 * TOKENS)
-    check(cut(target, SMALL, 2 * TOKENS, 9 * TOKENS), before, SMALL, 9 * TOKENS, 2 * TOKENS)
-
-
 def test_a_miss_is_no_error_and_leaves_the_buffers(make: MakeNamespace) -> None:
     ns = make()
     tokens, target = random_tokens(2 * TOKENS), random_kv(SMALL, 2 * TOKENS)
@@ -337,15 +316,8 @@ def test_a_window_keeps_and_loads_the_chunks_that_it_needs(make: MakeNamespace) 
     assert ns.contains(tokens[: 5 * TOKENS]) == 0  # its window is not whole
     with pytest.raises(BadRequest, match="last 32 are needed"):
         ns.put(tokens, cut(kv, WINDOW, 5 * TOKENS, 6 * TOKENS))
-
-
-def test_a_window_given_whole_is_resumed_at_its_end(make: MakeNamespace) -> None:
-    ns = make(WINDOW)
-    tokens, kv = random_tokens(5 * TOKENS + 3), random_kv(WINDOW, 5 * TOKENS + 3)
-    assert ns.put(tokens, kv) == 5 * TOKENS
-    found, n = ns.get(tokens)
-    assert n == 5 * TOKENS
-    check(found, kv, WINDOW, n, 3 * TOKENS)
+    with pytest.raises(BadRequest, match="KV of 96 tokens for 80 tokens"):
+        ns.put(tokens[: 5 * TOKENS], kv)
 
 
 @pytest.mark.parametrize("kind", ["u1", "f4"])
@@ -598,7 +570,7 @@ def test_bytes_that_change_in_the_arena_are_not_served(start_depot: StartDepot, 
         "a" * TOKENS, b"a" * TOKENS, None, 5, {1, 2}, range(TOKENS), np.ma.masked_array([1] * TOKENS, mask=True),
     ],
 )  # fmt: skip
-def test_tokens_that_are_none_are_refused_by_every_call(make: MakeNamespace, tokens: Any) -> None:
+def test_every_call_refuses_what_is_not_token_ids(make: MakeNamespace, tokens: Any) -> None:
     ns = make()
     kv = random_kv(SMALL, TOKENS)
     calls: list[Callable[[], object]] = [
@@ -647,6 +619,7 @@ def wrong_kvs() -> dict[str, Callable[[], Any]]:
         "torch dtype": lambda: tensor(kv, "bfloat16").float(),
         "sparse": lambda: tensor(kv, "bfloat16").to_sparse(),
         "too short": lambda: kv[:, :, : TOKENS - 1],
+        "too many layers": lambda: [*layers, layers[0]],
     }
 
 
@@ -662,11 +635,6 @@ def test_kv_that_does_not_fit_is_refused_and_nothing_is_stored(make: MakeNamespa
     ns.put(tokens, random_kv(SMALL, TOKENS))
     with pytest.raises(BadRequest):
         ns.get_into(tokens, wrong_kvs()[name]())
-
-
-def test_kv_longer_than_its_tokens_is_refused(make: MakeNamespace) -> None:
-    with pytest.raises(BadRequest, match="KV of 32 tokens for 16 tokens"):
-        make().put(random_tokens(TOKENS), random_kv(SMALL, 2 * TOKENS))
 
 
 def test_read_only_arrays_are_stored_but_not_filled(make: MakeNamespace) -> None:
@@ -760,8 +728,3 @@ def test_a_namespace_says_what_to_do_once_its_depot_is_closed(server: Depot) -> 
         with pytest.raises(BadRequest, match=r"kvdepot\.connect\(\)"):
             call()
     depot.close()
-
-
-def test_a_server_that_is_not_there_is_told_at_once(tmp_path: Any) -> None:
-    with pytest.raises(Unavailable, match="kvdepot serve"):
-        kvdepot.connect(f"ipc://{tmp_path}/none.sock")

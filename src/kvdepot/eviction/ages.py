@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 SKEW_S = 60
-"""The clocks of hosts that share a tier may differ by this much: what seems to be younger comes from the future."""
+"""Clocks of hosts that share a tier may differ by these seconds. An entry dated later has no known age."""
 _LEAST_STEP_S = 10.0
 _MOVED = 16
 """Items that are moved at once while those that are outdated are dropped: all at once would take a second a million."""
@@ -27,15 +27,15 @@ class _Aging(Protocol):
 
 
 class WallClock:
-    """Notices that the wall clock was set back. Who then makes entries as much older as it was set back has them expire
-    by whichever clock is ahead: the wall clock, or one that nobody sets."""
+    """Notices that the wall clock was set back. If the caller then makes all entries older by the same time, they
+    expire by the clock that is ahead: the wall clock, or the one that nobody sets."""
 
     def __init__(self) -> None:
         self._ahead = float("-inf")  # of the other clock
 
     @property
     def is_new(self) -> bool:
-        """Whether it has been read never."""
+        """Whether the wall clock has not been read yet."""
         return self._ahead == float("-inf")
 
     def set_back(self, now: float, wall: float) -> float:

@@ -37,7 +37,7 @@ class Shadow(ABC):
 
     def use(self, run: int) -> None:
         """A request hit all chunks up to the end of `run`."""
-        self._is_within = False  # as `_settle`, without the cost of a call in each lookup
+        self._is_within = False  # these lines repeat `_settle`: a call in each lookup would cost more
         if self._hit:
             hit, self._hit = self._hit, 0
             self._used(hit)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from kvdepot.integrations.loaded import loaded_since
+import time
 
-__all__ = ["loaded_since", "register_vllm"]
+_loaded_since = time.time()
+
+
+def loaded_since() -> float:
+    """Unix time at which this process had not yet read any of a model's files: vLLM loads its plugins before."""
+    return _loaded_since
 
 
 def register_vllm() -> None:

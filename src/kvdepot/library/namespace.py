@@ -15,7 +15,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Generic, Protocol, cast, overload
+from typing import TYPE_CHECKING, Generic, TypeAlias, cast, overload
 
 import msgspec
 import numpy as np
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 _CHUNK_BYTES = 2 << 20
 """Bytes of a chunk whose size is ours to choose: copying it takes ten times as long as the server's work for it."""
-_LEAST_TOKENS, _MOST_TOKENS = 16, 256
+_TOKENS = 16, 32, 64, 128, 256
 _STATE_TOKENS = 256
 """Tokens per chunk where layers have states: each chunk has all of them."""
 
@@ -98,10 +98,7 @@ class ModelFacts:
         if any(isinstance(shape, State) for shape in self.shapes):
             return _STATE_TOKENS
         token_bytes = ITEM_BYTES[self.dtype] * sum(each.values for each in self.shapes if isinstance(each, Shape))
-        tokens = _LEAST_TOKENS
-        while tokens < _MOST_TOKENS and tokens * token_bytes < _CHUNK_BYTES:
-            tokens *= 2
-        return tokens
+        return next((tokens for tokens in _TOKENS if tokens * token_bytes >= _CHUNK_BYTES), _TOKENS[-1])
 
     def format(self, group: int) -> BlockFormat:
         """The format of a shape's chunks, each of which is one block."""
@@ -437,17 +434,9 @@ def _copy(arena: Bytes, place: wire.Place, *, moves: _Moves, chunk: int, is_stor
             part[:], data = data[: len(part)], data[len(part) :]
 
 
-class _Moves(Protocol):
-    """The caller's arrays, and the bytes of chunks that belong to them. size: bytes of a chunk."""
-
-    size: int
-
-    def pairs(self, chunk: int, data: Bytes) -> Iterator[tuple[Plain, Plain]]:
-        """Pairs of equally shaped views: of a chunk's bytes, and of the caller's arrays. chunk: its number in the
-        sequence."""
-
-
 class _TokenMoves:
+    """The caller's arrays of attention layers, and the bytes of chunks that belong to them. size: bytes of a chunk."""
+
     def __init__(self, arrays: list[Plain], shape: Shape, chunk_tokens: int, first_token: int) -> None:
         """arrays: as `layers_of` gives them, from token `first_token` of the sequence on."""
         self.size = shape.values * chunk_tokens * arrays[0].itemsize
@@ -458,6 +447,8 @@ class _TokenMoves:
         self._first_token = first_token
 
     def pairs(self, chunk: int, data: Bytes) -> Iterator[tuple[Plain, Plain]]:
+        """Pairs of equally shaped views: of a chunk's bytes, and of the caller's arrays. chunk: its number in the
+        sequence."""
         start = chunk * self._tokens - self._first_token
         at = (*[slice(None)] * self._axis, slice(start, start + self._tokens))
         values = data.view(self._arrays[0].dtype).reshape(-1, *self._shape[5 - self._arrays[0].ndim :])
@@ -465,6 +456,8 @@ class _TokenMoves:
 
 
 class _StateMoves:
+    """As _TokenMoves, for one array that is the state after a chunk."""
+
     def __init__(self, kv: Kv, size: int) -> None:
         """Raises BadRequest unless `kv` is one array of this many bytes."""
         self.size = size
@@ -472,3 +465,6 @@ class _StateMoves:
 
     def pairs(self, chunk: int, data: Bytes) -> Iterator[tuple[Plain, Plain]]:
         yield data, self._bytes
+
+
+_Moves: TypeAlias = _TokenMoves | _StateMoves

@@ -86,7 +86,7 @@ class Shape(Layers):
         return (self.layers, self.parts, *inner, self.head_dim)
 
     def reach(self, chunk_tokens: int) -> int:
-        """As wire.Group.reach."""
+        """Chunks before a boundary that resuming there needs; 0: all (wire.Group.reach). chunk_tokens: of a chunk."""
         return math.ceil(self.window / chunk_tokens)
 
 
@@ -101,7 +101,7 @@ class State(Layers):
             raise BadRequest(f"State: size must be a number of bytes, not {self.size!r:.40}")
 
     def reach(self, chunk_tokens: int) -> int:
-        """As wire.Group.reach."""
+        """Chunks before a boundary that resuming there needs; 0: all (wire.Group.reach). chunk_tokens: of a chunk."""
         return 1
 
 
@@ -137,7 +137,7 @@ def _numpy_type(name: str) -> np.dtype[np.generic]:
 
 
 def new_array(sizes: tuple[int, ...], dtype: str, library: str) -> Array:
-    """An array of these sizes, whose values are not set. library: as of `library_of`."""
+    """An array of these sizes, whose values are not set. library: "numpy" or "torch"."""
     if library == "numpy":
         return np.empty(sizes, _numpy_type(dtype))
     torch = import_module("torch")

@@ -39,7 +39,7 @@ from kvdepot.errors import (
     Unavailable,
 )
 from kvdepot.memory.arena_view import ArenaView
-from kvdepot.memory.extents import Bytes, Ids
+from kvdepot.memory.extents import Ids
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import HASH_BYTES, ROOT, engine_hash
 from kvdepot.protocol.layout import TensorView, build_layout
@@ -159,7 +159,9 @@ def _map(pool: HostPool, name: str) -> HostBlocks:
         first, end = next(span for span in spans if span[0] <= start < span[1])
         shape, strides = (count, part), (stride, 1)
         views.append(TensorView(f"{name} {number}", hex(first), end - first, start - first, shape, strides, 1, "uint8"))
-    memories = {hex(first): _memory_at(first, end - first) for first, end in spans}
+    memories = {
+        hex(first): np.ctypeslib.as_array((ctypes.c_uint8 * (end - first)).from_address(first)) for first, end in spans
+    }
     return HostBlocks(build_layout(views, [0] * len(views)), memories)
 
 
@@ -172,11 +174,6 @@ def _join(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((start, end))
     return joined
-
-
-def _memory_at(address: int, size: int) -> Bytes:
-    """Memory of this process."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 
 def hash_keys(keys: Sequence[str]) -> bytes:
@@ -231,8 +228,7 @@ class PageStore:
 
     @property
     def _page_tokens(self) -> int:
-        first = next(iter(self._pools.values()))
-        return first.page_size
+        return next(iter(self._pools.values())).page_size
 
     @property
     def page_bytes(self) -> int:
