@@ -6,6 +6,7 @@
 
 settings                             every setting of the server; `tier`, `disk`, `redis`, `object`, `mooncake`: options
 counters                             what the server counts; `refusals`: what it refused; `tiers`: what a tier counts
+metrics                              figures of the status and distributions, as Prometheus gets them
 versions                             of the protocol and of what is stored
 
 <!-- commands -->                    the help of every command, on the site alone
@@ -66,6 +67,8 @@ def _lower(link: re.Match[str]) -> str:
 def _table(name: str) -> str:
     if name in ("counters", "refusals", "tiers"):
         return _counters(name)
+    if name == "metrics":
+        return _metrics()
     if name == "versions":
         return _versions()
     head = [f"| {'setting' if name == 'settings' else 'option'} | default | meaning |", "|---|---|---|"]
@@ -85,6 +88,25 @@ def _counters(name: str) -> str:
     head = ["| counter, in Prometheus | counts | when it grows |", "|---|---|---|"]
     rows = (f"| `{c.name}`, `{prefix}{c.series}_total` | {c.meaning} | {c.advice} |" for c in shown)
     return "\n".join([*head, *rows])
+
+
+def _metrics() -> str:
+    """A row for each meaning, with the metrics that have it, and their labels."""
+    from kvdepot.protocol.figures import figures
+    from kvdepot.protocol.status import DISTRIBUTIONS, FAMILIES, TIER_DISTRIBUTIONS
+
+    names: dict[str, list[str]] = {}
+    for family in FAMILIES:
+        labels = f"{{{','.join(family.labels)}}}" if family.labels else ""
+        for each in figures(family.rows):
+            name = f"`kvdepot_{family.prefix}{each.metric}{'_total' * (each.kind == 'counter')}{labels}`"
+            names.setdefault(each.meaning, []).append(name)
+    rows = [(", ".join(each), meaning) for meaning, each in names.items()]
+    rows += [(f"`kvdepot_{name}`", f"histogram: {meaning}") for name, meaning in DISTRIBUTIONS.items()]
+    rows += [
+        (f"`kvdepot_tier_{name}{{tier}}`", f"histogram: {meaning}") for name, meaning in TIER_DISTRIBUTIONS.items()
+    ]
+    return "\n".join(["| metric | meaning |", "|---|---|", *(f"| {name} | {meaning} |" for name, meaning in rows)])
 
 
 def _versions() -> str:

@@ -30,12 +30,13 @@ from kvdepot.errors import BadRequest, Busy, TierError, Unavailable
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import losses
 from kvdepot.protocol.curve import is_loopback
+from kvdepot.protocol.figures import figures
 from kvdepot.protocol.health import RECENT_S, Health, judge
 from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL, LeaseStatus
 from kvdepot.protocol.metrics import BOUNDS_S
 from kvdepot.protocol.quotas import Quota, shown_tag
-from kvdepot.protocol.status import Loss, Status
+from kvdepot.protocol.status import DISTRIBUTIONS, Loss, Status
 from kvdepot.web.child import Order
 from kvdepot.web.dispatch import Dispatch, Encoded, get, post
 from kvdepot.web.guard import App, Guard, Scope
@@ -48,6 +49,7 @@ _MOST_CHANGES = 4
 _FRESH_S = 2.0
 _MOST_WAITING = 8
 """HTTP requests that wait for an answer; each occupies a thread."""
+_MEANINGS = {each.path: each.meaning for each in figures(Status) if each.kind != "counter"} | DISTRIBUTIONS
 
 
 class StatusNow(Status, kw_only=True):
@@ -55,8 +57,8 @@ class StatusNow(Status, kw_only=True):
 
     turn: number of the poll. point: the latest point of `/v1/history`. trouble: the error of `/healthz`; empty if
     healthy. health: the same and all other problems, with what to do. losses: evictions, failures and refusals, as
-    text. bounds_s: upper bounds of the buckets of `latencies`. engine_flag: the option of vLLM that connects an engine
-    of this host to this server.
+    text. meanings: of the status's gauges, by field, and of its histograms, by name. bounds_s: upper bounds of the
+    buckets of `latencies`. engine_flag: the option of vLLM that connects an engine of this host to this server.
     """
 
     turn: int
@@ -64,6 +66,7 @@ class StatusNow(Status, kw_only=True):
     trouble: str
     health: Health
     losses: list[Loss]
+    meanings: dict[str, str] = msgspec.field(default_factory=lambda: _MEANINGS)
     bounds_s: tuple[float, ...] = BOUNDS_S
     engine_flag: str = ""
 
