@@ -19,6 +19,7 @@ from kvdepot.metrics import BOUNDS_S, Event, Latency
 from kvdepot.protocol.counters import losses
 from kvdepot.protocol.health import judge
 from kvdepot.protocol.leases import NORMAL
+from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import Histogram, TokenCounts, Usage
 from kvdepot.status import Engine, NamespaceStatus, Saved, Status, TenantStatus, TierStatus
 from kvdepot.web.app import StatusNow
@@ -204,8 +205,8 @@ def example_status(wall_s: float = 0.0) -> Status:
         ],
         lease_count=2,
         tenants=[
-            TenantStatus("", int(225.5 * GIB), 28_854, 0, 0, 1.0, 0, 10_012, 0),
-            TenantStatus("research", int(15.8 * GIB), 2_628, 8 * GIB, 16 * GIB, 2.0, 86_400, 3_411, 12),
+            TenantStatus("", int(225.5 * GIB), 28_854, Quota(), 10_012, 0),
+            TenantStatus("research", int(15.8 * GIB), 2_628, Quota(8 * GIB, 16 * GIB, 2.0, 86_400), 3_411, 12),
         ],
         tiers=[
             TierStatus("disk", "through", "up", 201_882, int(1.43 * 1024 * GIB), 2048 * GIB, 3 * 2**20, 2,

@@ -188,15 +188,10 @@ def tenant_figures(
             tenant=account.tenant,
             used_bytes=account.used,
             chunks=account.chunks,
-            floor_bytes=account.quota.floor_bytes,
-            cap_bytes=account.quota.cap_bytes,
-            weight=account.quota.weight,
-            ttl_s=account.quota.ttl_s,
+            quota=account.quota,
             evicted_chunks=account.evicted,
             capped_chunks=account.capped,
             disk_bytes=None if account is accounts[0] else disk_bytes(account),
-            disk_floor_bytes=account.quota.disk_floor_bytes,
-            disk_cap_bytes=account.quota.disk_cap_bytes,
             salt=shown_tag(account.tag),
         )
         for account in (accounts if len(accounts) > 1 else ())

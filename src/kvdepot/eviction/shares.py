@@ -17,17 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from kvdepot.eviction.policy import Policy, Victim
-
-
-class ShareBounds(NamedTuple):
-    """The part of a quota that holds in one space. floor, cap: bytes; a cap of 0 is none."""
-
-    floor: int = 0
-    cap: int = 0
-    weight: float = 1.0
 
 
 class FairShare:
@@ -35,7 +27,7 @@ class FairShare:
 
     __slots__ = ("_capacity", "_evictable", "cap", "floor", "is_capped", "leaving", "policy", "spare", "used", "weight")
 
-    def __init__(self, policy: Policy, evictable: Callable[[Victim], bool], capacity: int, bounds: ShareBounds) -> None:
+    def __init__(self, policy: Policy, evictable: Callable[[Victim], bool], capacity: int) -> None:
         """evictable: whether an entry may be evicted now."""
         self.policy = policy
         self.used = 0  # bytes that count for the cap, including reserved ones
@@ -43,13 +35,14 @@ class FairShare:
         self.spare = 0  # bytes above the floor, without those leaving; negative below it
         self._evictable = evictable
         self._capacity = capacity
-        self.set_bounds(bounds)
+        self.set_bounds(0, 0, 1.0)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.used} bytes, floor {self.floor}, cap {self.cap}, weight {self.weight:g}>"
 
-    def set_bounds(self, bounds: ShareBounds) -> None:
-        self.floor, cap, self.weight = bounds
+    def set_bounds(self, floor: int, cap: int, weight: float) -> None:
+        """floor, cap: bytes; a cap of 0 is none."""
+        self.floor, self.weight = floor, weight
         self.spare = self.used - self.leaving - self.floor
         self.is_capped = 0 < cap < self._capacity
         self.cap = cap if self.is_capped else self._capacity

@@ -45,6 +45,8 @@ def figures(owner: type[msgspec.Struct]) -> tuple[Figure, ...]:
     found: list[Figure] = []
     for name, hint in get_type_hints(owner, include_extras=True).items():
         for meta in getattr(hint, "__metadata__", ()):
+            if not meta.extra:
+                continue
             metric = meta.extra["metric"] or (f"{name}econds" if name.endswith("_s") else name)
             found.append(Figure(name, metric, meta.extra["kind"], meta.description))
         if isinstance(hint, type) and issubclass(hint, msgspec.Struct):

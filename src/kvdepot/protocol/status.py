@@ -189,28 +189,18 @@ class TenantStatus(msgspec.Struct, frozen=True):
     """What one tenant or cache salt with a quota has. tenant: empty for all clients whose tenant has no quota, or that
     have none. salt: which salt of the tenant (quotas.shown_tag); empty: those that have no quota.
 
-    used_bytes: what the arena holds for it, including what is being stored or loaded. cap_bytes, ttl_s: 0: none of its
-    own. evicted_chunks: for stores of any tenant. disk_bytes: None: there is no local tier, or it has no quota.
+    used_bytes: what the arena holds for it, including what is being stored or loaded. evicted_chunks: for stores of any
+    tenant. disk_bytes: None: there is no local tier, or it has no quota.
     """
 
     tenant: str
     used_bytes: Annotated[int, gauge("Memory of a tenant.")]
     chunks: int
-    floor_bytes: Annotated[int, gauge("Memory that others cannot take from a tenant.")]
-    cap_bytes: Annotated[int, gauge("Most memory that a tenant can have; 0: no cap.")]
-    weight: float
-    ttl_s: int
+    quota: Quota
     evicted_chunks: Annotated[int, counter("Chunks of a tenant evicted from memory.")]
     capped_chunks: Annotated[int, counter("Shards not stored because of a tenant's cap.", "capped_shards")]
     disk_bytes: Annotated[int | None, gauge("Bytes of a tenant in tiers disk://, as of their last probes.")] = None
-    disk_floor_bytes: Annotated[int, gauge("Bytes in each tier disk:// that others cannot take.")] = 0
-    disk_cap_bytes: Annotated[int, gauge("Most bytes of a tenant in each tier disk://; 0: no cap.")] = 0
     salt: str = ""
-
-    @property
-    def quota(self) -> Quota:
-        memory = self.floor_bytes, self.cap_bytes
-        return Quota(*memory, self.weight, self.ttl_s, self.disk_floor_bytes, self.disk_cap_bytes)
 
 
 class TierStatus(msgspec.Struct, frozen=True):

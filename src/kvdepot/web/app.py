@@ -191,17 +191,6 @@ class Released(msgspec.Struct, frozen=True):
     removed_chunks: int | None = None
 
 
-class QuotaLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A quota; caps and `ttl_s`: 0 means none."""
-
-    floor_bytes: Annotated[int, Meta(ge=0)] = 0
-    cap_bytes: Annotated[int, Meta(ge=0)] = 0
-    weight: float = 1.0
-    ttl_s: Annotated[int, Meta(ge=0)] = 0
-    disk_floor_bytes: Annotated[int, Meta(ge=0)] = 0
-    disk_cap_bytes: Annotated[int, Meta(ge=0)] = 0
-
-
 class QuotaBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tenant, or its requests with the cache salt `salt`, and the quota until the server ends; without one, it has
     none. See `tenants` of the status.
@@ -209,7 +198,7 @@ class QuotaBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tenant: Annotated[str, Meta(max_length=64)] = ""
     salt: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
-    quota: QuotaLimits | None = None
+    quota: Quota | None = None
 
 
 class ForgetBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -354,11 +343,9 @@ def quota(state: ApiState, data: QuotaBody) -> QuotaBody:
     """Give a tenant, or one cache salt of it, a quota until the server ends, or none; the answer has the salt's tag."""
     if not (data.tenant or data.salt):
         raise BadRequest("give `tenant`, `salt` or both")
-    limits = data.quota
     with _change(state):
-        asked = None if limits is None else Quota(**msgspec.structs.asdict(limits))
-        admin.set_quota(state.poll.client, data.tenant, asked, data.salt)
-        return QuotaBody(data.tenant, shown_tag(salt_tag(data.salt)), limits)
+        admin.set_quota(state.poll.client, data.tenant, data.quota, data.salt)
+        return QuotaBody(data.tenant, shown_tag(salt_tag(data.salt)), data.quota)
 
 
 # -- the page

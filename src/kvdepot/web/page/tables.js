@@ -39,8 +39,8 @@ export function showUsers(status) {
     ["num", (tenant) => (tenant.asked_tokens ? count(tenant.asked_tokens) : none), (tenant) => exact(tenant.asked_tokens)],
     ["num", (tenant) => share(shareOf(tokensOf(tenant), tenant.reused_tokens)), (tenant) => exact(tenant.reused_tokens)],
     ["num", (tenant) => bytes(tenant.used_bytes)],
-    ["num", (tenant) => limit(tenant.floor_bytes)],
-    ["num", (tenant) => limit(tenant.cap_bytes)],
+    ["num", (tenant) => limit(tenant.quota?.floor_bytes)],
+    ["num", (tenant) => limit(tenant.quota?.cap_bytes)],
     ["num more", (tenant) => count(tenant.evicted_chunks)],
     ["num more", (tenant) => count(tenant.capped_chunks)],
   ]);
