@@ -48,7 +48,7 @@ def test_a_forget_is_answered_at_its_end_and_lookups_meanwhile(desk: Desk) -> No
         assert desk.answers[found] == 0
         desk.expire()
         turns += 1
-    assert turns == 5 and desk.answers[asked] == {"memory": 5}
+    assert turns == 5 and desk.answers[asked] == wire.ForgetAnswer({"memory": 5})
     assert desk.depot.next_deadline() > 0.0
     assert desk.depot.counters["forgotten_chunks"] == 5
 
@@ -85,7 +85,7 @@ def test_a_server_that_ends_removes_all_that_it_was_asked_to(desk: Desk) -> None
     desk.ask(b"one", store(prompt("a", 5)))
     asked = [desk.send(b"one", request) for request in (wire.Clear(), wire.Forget())]
     desk.act(desk.depot.stop_waiting())
-    assert desk.index.chunks == 0 and [desk.answers[each] for each in asked] == [None, {"memory": 4}]
+    assert desk.index.chunks == 0 and [desk.answers[each] for each in asked] == [None, wire.ForgetAnswer({"memory": 4})]
 
 
 def test_a_seventeenth_is_refused_with_nothing_done(desk: Desk) -> None:
@@ -112,7 +112,7 @@ def test_what_is_being_forgotten_leaves_memory_without_being_saved_first() -> No
         host.finish(task)
     assert host.depot.removals and not any(kind == "Save" for kind in host.kinds()) and not tier.objects
     host.rest()
-    assert host.answers[asked] == {"memory": 14, "disk:///d": 0}
+    assert host.answers[asked] == wire.ForgetAnswer({"memory": 14, "disk:///d": 0})
     assert host.find(b"one", look(prompt("b", 6))) == 6
 
 
@@ -124,7 +124,7 @@ def test_an_answer_that_must_come_before_memory_was_gone_through_says_so() -> No
     while host.tier_tasks:
         host.work()
     host.pass_time(26.0)
-    assert "the removal from memory has not ended within 25 s" in host.answers[asked]["error"]
+    assert "the removal from memory has not ended within 25 s" in host.answers[asked].left["error"]
     host.rest()
     assert host.index.chunks == 0 and not host.depot.tiering.forgettings
 

@@ -187,7 +187,7 @@ def test_a_comparison_says_how_far_it_met_each_writer(desk: Desk) -> None:
 def test_what_one_writer_has_stored_can_be_forgotten(desk: Desk) -> None:
     assert desk.ask(b"two", store(prompt("p", 6), first=4, end=6)) is True
     assert desk.ask(b"two", store(prompt("q", 3))) is True
-    assert desk.ask(b"two", wire.Forget("m", writer="second")) == {"memory": 5}
+    assert desk.ask(b"two", wire.Forget("m", writer="second")) == wire.ForgetAnswer({"memory": 5})
     assert found(desk, b"one", prompt("p", 6)) == 4
     assert found(desk, b"one", prompt("q", 3)) == 0
 

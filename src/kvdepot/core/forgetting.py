@@ -345,11 +345,10 @@ def _count(namespaces: list[Namespace], salt: bytes | None) -> Generator[bool, N
     return [chunks, size]
 
 
-def _answer(forgetting: Forgetting) -> dict[str, int | str]:
-    """The reply to a Forget; see wire.Forget."""
-    answer: dict[str, int | str] = {"memory": forgetting.chunks or 0}
-    for tier, objects in forgetting.objects.items():
-        answer[tier] = f"not forgotten: {objects.reason}" if isinstance(objects, NotForgotten) else objects
+def _answer(forgetting: Forgetting) -> wire.ForgetAnswer:
+    failed = {tier: what for tier, what in forgetting.objects.items() if isinstance(what, NotForgotten)}
+    removed = {tier: what for tier, what in forgetting.objects.items() if isinstance(what, int)}
+    left = {tier: f"not forgotten: {what.reason}" for tier, what in failed.items()}
     if trouble := forgetting.trouble():
-        answer["error"] = trouble
-    return answer
+        left["error"] = trouble
+    return wire.ForgetAnswer({"memory": forgetting.chunks or 0, **removed}, left)

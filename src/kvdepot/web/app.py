@@ -331,11 +331,12 @@ def forget(state: ApiState, data: ForgetBody) -> dict[str, int]:
     """Remove chunks from memory and all tiers; returns how many from each. An error if some may remain."""
     data.check()
     with _change(state):
-        removed = admin.forget(state.poll.client, data.model, data.salt)
-        if left := admin.not_forgotten(removed):
-            done = "; ".join(f"{place}: {what} chunks" for place, what in removed.items() if isinstance(what, int))
-            raise TierError(f"some chunks may remain: {'; '.join(left)}; removed: {done}")
-        return {place: chunks for place, chunks in removed.items() if isinstance(chunks, int)}
+        forgot = admin.forget(state.poll.client, data.model, data.salt)
+        if forgot.left:
+            left = "; ".join(f"{place}: {why}" for place, why in forgot.left.items())
+            done = "; ".join(f"{place}: {chunks} chunks" for place, chunks in forgot.removed.items())
+            raise TierError(f"some chunks may remain: {left}; removed: {done}")
+        return forgot.removed
 
 
 @post("/v1/quota")
