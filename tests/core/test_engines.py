@@ -46,7 +46,7 @@ def test_all_clients_of_one_engine_are_one_line_and_their_end_another(
     assert len(lines(caplog)) == 1
     leave(server, b"worker 0")
     assert lines(caplog)[1:] == ["engine seven is gone"]
-    journal = [event.text for event in server.depot.report.journal.events() if event.kind == "engine"]
+    journal = [event.text for event in server.depot.report.events if event.kind == "engine"]
     assert sorted(journal) == sorted(lines(caplog))
 
 
@@ -57,7 +57,7 @@ def test_events_and_status_give_an_engine_the_same_short_name(server: Harness) -
         look_up(server, identity)
     listed = {each.engine for each in server.depot.status().engines}
     assert listed == {"1b4e28ba_dp1", "node-7:4711", b"three".hex()[:8], "x" * 80}
-    assert {event.text for event in server.depot.report.journal.events() if event.kind == "engine"} == {
+    assert {event.text for event in server.depot.report.events if event.kind == "engine"} == {
         f"engine {name} connected: llama" for name in listed
     }
     assert {(each.host, each.pid) for each in server.depot.status().engines} == {(os.uname().nodename, os.getpid())}

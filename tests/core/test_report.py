@@ -11,8 +11,9 @@ import torch
 from kvdepot import status
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.client import MessageQueueClient, admin
+from kvdepot.core.report import Report, ServerFacts
 from kvdepot.errors import BadRequest, ConfigError, UnknownRequest
-from kvdepot.metrics import BOUNDS_S, Journal, Latencies
+from kvdepot.metrics import BOUNDS_S, Latencies
 from kvdepot.protocol import wire
 from tests.conftest import HANG_S, eventually
 
@@ -197,8 +198,8 @@ def test_a_client_that_is_answered_and_never_introduces_itself_leaves_nothing_be
 
 
 def test_the_journal_keeps_the_latest_events() -> None:
-    journal = Journal()
+    report = Report(ServerFacts())
     for number in range(1000):
-        journal.note(number, "kind", f"{number} " + "x" * 1000)
-    events = journal.events()
+        report.note("kind", f"{number} " + "x" * 1000)
+    events = report.events
     assert len(events) == 100 and events[-1].text.startswith("999 ") and len(events[0].text) == 200

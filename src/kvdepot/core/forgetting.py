@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
-from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt
+from kvdepot.core.admission import check_names, check_prompt, check_salt
 from kvdepot.core.clients import Client
 from kvdepot.core.index.chunk import Namespace, Scope, State, is_evictable, is_there
 from kvdepot.core.index.events import Reason
@@ -180,10 +180,7 @@ class Removals:
 
     def drop(self, client: Client, number: bytes, request: wire.Drop, now: float) -> list[Action]:
         """Drop a prompt's chunks; replies with the number of those removed from memory. Raises BadRequest or Busy."""
-        check_hashes(request.hashes)
-        check_names("", request.model)
-        check_salt(request.salt)
-        check_chunk_tokens(request.chunk_tokens)
+        check_prompt("", request)
         if request.keep < 0:
             raise BadRequest(f"keep is {request.keep}")
         self.refuse_drops()

@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt
+from kvdepot.core.admission import check_prompt
 from kvdepot.core.index.chunk import Account, Chunk, Namespace, Pin, is_forgotten
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.matching import match_prompt
@@ -118,10 +118,7 @@ class Leases:
         Raises BadRequest or Busy.
         """
         self.now = now
-        check_hashes(request.hashes)
-        check_names(request.name, request.model)
-        check_salt(request.salt)
-        check_chunk_tokens(request.chunk_tokens)
+        check_prompt(request.name, request)
         if request.kind not in KINDS:
             raise BadRequest(f"a lease of kind {request.kind[:80]!r}; kinds are {', '.join(KINDS)}")
         if not 0 <= request.priority <= MOST_PRIORITY:

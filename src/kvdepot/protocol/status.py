@@ -8,9 +8,11 @@ Invariant: names here do not change; new fields have a default.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from kvdepot.errors import ProtocolError
 from kvdepot.protocol.figures import counter, gauge, line
@@ -68,7 +70,7 @@ class AnswersStatus(msgspec.Struct, frozen=True):
     share: float | None = None
 
 
-class Usage(msgspec.Struct, frozen=True):
+class Usage(msgspec.Struct):
     """Prompt tokens since the start, as in `TokenCounts`, of one tenant, or of one model of a tenant.
 
     model: empty: all of the tenant's. `OTHERS` as tenant and model: those that were first seen when there was no room
@@ -183,6 +185,13 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
     found_tokens: int = 0
     reused_tokens: int = 0
     answers: AnswersStatus | None = None
+
+
+def added_up(parts: Sequence[NamespaceStatus], **facts: Any) -> NamespaceStatus:
+    """The first of these namespaces with the sums of all of them, and with these facts."""
+    numbers = ("chunks", "bytes", "engines", "lookup_chunks", "hit_chunks", "asked_tokens", "found_tokens")
+    sums = {name: sum(getattr(each, name) for each in parts) for name in (*numbers, "reused_tokens")}
+    return replace(parts[0], **sums, **facts)
 
 
 class TenantStatus(msgspec.Struct, frozen=True):

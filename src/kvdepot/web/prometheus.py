@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import msgspec
-from msgspec.structs import replace
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -31,6 +30,7 @@ from kvdepot.protocol.status import (
     Status,
     TenantStatus,
     TierStatus,
+    added_up,
 )
 from kvdepot.web.poll import Poll
 
@@ -127,15 +127,10 @@ def _shapes(status: Status) -> list[NamespaceStatus]:
     shapes: dict[tuple[object, ...], list[NamespaceStatus]] = {}
     for each in status.namespaces:
         shapes.setdefault((each.tenant, each.model, each.world_size, each.blocks_in_chunk), []).append(each)
-    sums = sorted(map(_sum, shapes.values()), key=lambda shape: -shape.bytes)
+    sums = sorted(map(added_up, shapes.values()), key=lambda shape: -shape.bytes)
     rest = sums[_NAMESPACES:] + ([status.other_namespaces] if status.other_namespaces is not None else [])
-    others = [replace(_sum(rest), tenant=OTHERS, model=OTHERS, world_size=0, blocks_in_chunk=0)] if rest else []
+    others = [added_up(rest, tenant=OTHERS, model=OTHERS, world_size=0, blocks_in_chunk=0)] if rest else []
     return sums[:_NAMESPACES] + others
-
-
-def _sum(parts: Sequence[NamespaceStatus]) -> NamespaceStatus:
-    sums = {figure.path: sum(map(figure.of, parts)) for figure in figures(NamespaceStatus)}
-    return replace(parts[0], **sums)
 
 
 def _tiers(tiers: Sequence[TierStatus]) -> Iterator[Metric]:
