@@ -95,7 +95,7 @@ def test_an_engine_is_faulty_once_whatever_the_number_of_its_faulty_workers(serv
     assert max(len(each.fault) for each in status.engines) < 1000
 
 
-def test_what_is_no_engine_leaves_no_line(server: Harness, caplog: pytest.LogCaptureFixture) -> None:
+def test_commands_and_probes_are_not_logged_as_engines(server: Harness, caplog: pytest.LogCaptureFixture) -> None:
     server.hello(b"probe", engine="seven")
     ask(server, b"probe", wire.Status())
     ask(server, b"probe", wire.Lookup("llama", 1, 1, "warm", 0, bytes(32)))  # `kvdepot warm`

@@ -72,7 +72,7 @@ def test_what_would_be_forgotten_is_counted_some_chunks_at_a_time_and_stays(desk
     assert desk.depot.counters["forgotten_chunks"] == 0 and desk.index.chunks == 5
 
 
-def test_who_dies_while_it_forgets_is_not_answered_and_all_of_it_goes(desk: Desk) -> None:
+def test_a_removal_goes_on_unanswered_after_its_client_has_died(desk: Desk) -> None:
     desk.hello(b"two")
     desk.ask(b"one", store(prompt("a", 5)))
     asked = [desk.send(b"two", request) for request in (wire.Forget(), wire.Clear())]
@@ -88,7 +88,7 @@ def test_a_server_that_ends_removes_all_that_it_was_asked_to(desk: Desk) -> None
     assert desk.index.chunks == 0 and [desk.answers[each] for each in asked] == [None, wire.ForgetAnswer({"memory": 4})]
 
 
-def test_a_seventeenth_is_refused_with_nothing_done(desk: Desk) -> None:
+def test_a_seventeenth_removal_in_progress_is_refused(desk: Desk) -> None:
     desk.ask(b"one", store(prompt("a", 30)))
     desk.ask(b"one", store(prompt("b", 20), model="n"))
     asked = [desk.send(b"one", wire.Clear("m") if i % 2 else wire.Forget("m")) for i in range(16)]

@@ -65,7 +65,7 @@ def test_an_increase_is_of_the_last_seconds_and_of_one_boot() -> None:
     assert history.increase("dropped_chunks", 300.0) == 0
 
 
-def test_times_rise_also_where_the_clock_is_set_back() -> None:
+def test_points_after_a_clock_that_was_set_back_are_removed() -> None:
     history = History()
     for second in (*range(100, 200), *range(150, 170)):
         history.add(float(second), status(used_bytes=second))
@@ -76,7 +76,7 @@ def test_times_rise_also_where_the_clock_is_set_back() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 123_456_789_123])
-def test_a_quarter_of_an_hour_is_kept_by_the_second_and_hours_by_ten_seconds(count: int) -> None:
+def test_history_keeps_15_minutes_by_the_second_and_hours_by_ten_seconds(count: int) -> None:
     history, now = History(), status()
     for second in range(24_000):
         history.add(float(second), replace(now, tokens=TokenCounts(count + second)))

@@ -355,7 +355,7 @@ def test_a_lease_is_ended_from_its_row_and_its_chunks_stay(operated: Site, open_
 # -- with a real server
 
 
-def test_what_the_page_shows_is_what_a_real_server_says(start_web: StartWeb, open_page: OpenPage) -> None:
+def test_the_page_shows_the_status_of_a_real_server(start_web: StartWeb, open_page: OpenPage) -> None:
     from kvdepot.adapters import LoadStoreOp
     from tests.client.engine import Engine as RealEngine
 

@@ -79,10 +79,6 @@ def test_salts_have_a_label_and_bytes_on_disk_need_a_disk() -> None:
     assert found["disk_cap_bytes"] == {("blue", ""): 13, ("blue", "5a17"): 0}
 
 
-def test_engines_that_neither_store_nor_load_are_counted() -> None:
-    assert values(replace(empty_status(), faulty_engines=2), "faulty_engines") == {"": 2}
-
-
 def test_every_counter_is_there_before_it_counts() -> None:
     for counted in SERVER:
         if what := refusal(counted):

@@ -57,12 +57,12 @@ Work: TypeAlias = Generator[bool, None, int]
 
 
 class _Outcome(Enum):
-    """The outcome for the last chunk of a drop."""
+    """The fate of a chunk that a drop names."""
 
-    REMOVED = "from memory"
-    ABSENT = "it was not in memory"
-    STAYS = "it is held, or another prompt's chunk follows it"
-    BEING_SAVED = "it can be removed once a tier has it"
+    REMOVED = "removed from memory"
+    ABSENT = "not in memory"
+    STAYS = "held, or followed by a chunk of another prompt"
+    BEING_SAVED = "removed once a tier has saved it"
 
 
 @dataclass(slots=True, eq=False)

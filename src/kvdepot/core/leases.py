@@ -70,7 +70,6 @@ class Lease:
 
     @property
     def holds(self) -> bool:
-        """Whether its kind holds chunks."""
         return self.request.kind != "expire"
 
     @property
@@ -127,12 +126,12 @@ class Leases:
             raise BadRequest(f"a lease of {request.ttl_s} s; the limit is {_MOST_TTL_S} s")
         if request.kind == "expire" and not request.ttl_s:
             raise BadRequest("a lease of kind expire needs ttl_s")
-        self._refuse_many(tenant, request)
+        self._refuse_beyond_most(tenant, request)
         ends = now + request.ttl_s if request.ttl_s else _NEVER
         bare = msgspec.structs.replace(request, hashes=b"")
         return Lease(tenant, bare, ends, next(self._numbers), request.hashes, tenant_salt(tenant, request.salt))
 
-    def _refuse_many(self, tenant: str, request: wire.Lease) -> None:
+    def _refuse_beyond_most(self, tenant: str, request: wire.Lease) -> None:
         if self._count >= MOST_LEASES and self._find(tenant, request.name) is None:
             self._refuse(f"there are {self._count} leases, the limit of one server")
 
@@ -146,7 +145,7 @@ class Leases:
         Raises Busy, counted, if it does not fit, BadRequest if the chunks have several salts, and then changes nothing.
         """
         old = self._find(lease.tenant, lease.request.name)
-        self._refuse_many(lease.tenant, lease.request)
+        self._refuse_beyond_most(lease.tenant, lease.request)
         chunks = len(lease.hashes) // HASH_BYTES
         spare = MOST_HASHES - self._hashes + (0 if old is None else len(old.hashes) // HASH_BYTES)
         grows = matched < chunks and lease.holds
@@ -209,8 +208,8 @@ class Leases:
         return own <= accounts.lease_budget(account) and above <= accounts.above_floors // 2
 
     def _make_room(self, lease: Lease, size: int, old: Lease | None = None) -> bool:
-        """End leases of its tenant and account until `size` bytes more fit, besides what `old` gives up; if none do,
-        end none."""
+        """End leases of the tenant and account of this one until `size` bytes more fit, counting what `old` gives up;
+        if ending all of them is not enough, end none."""
         account = self._account(lease)
         free = old.held if old is not None and self._account(old) is account else 0
         if not size or self._fits(account, size - free):

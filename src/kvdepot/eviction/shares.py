@@ -62,8 +62,8 @@ class FairShare:
         self.spare -= size
 
     def victim(self, depth: float = inf) -> Victim | None:
-        """The entry to evict next, taken out of the policy's queue; see `Policy.victim`. depth: only entries that are
-        wanted (core/index/wants.py) behind it may go besides; here nothing is wanted."""
+        """The entry to evict next, taken out of the policy's queue; see `Policy.victim`. depth: a subclass may also
+        evict entries that queued requests want behind this depth (core/index/wants.py)."""
         return self.policy.victim(self._evictable)
 
 
@@ -82,8 +82,9 @@ def victim_for(
     None if none may be evicted for it. by: None: for no share in particular, so that every floor holds. charge_of: the
     bytes that an entry's eviction frees. The caller removes the entry, or returns it to its policy.
 
-    depth: of the reservation. Its own share gives up what is wanted behind it, a share above its level all that is
-    wanted, and one below it nothing of that. None: nothing that is wanted may go.
+    depth: where the reservation's request stands among queued requests, which want entries (core/index/wants.py). Its
+    own share gives up entries that are wanted behind it, a share above its level all wanted entries, and a share below
+    its level none. None: no wanted entry may go.
     """
     mine, others = (inf, inf) if depth is None else (depth, -1.0)
     if len(shares) == 1:

@@ -307,7 +307,7 @@ class Counters(dict[str, int]):
 
 
 def refusal(counted: Counted) -> str:
-    """What was refused, if the counter counts refusals by limits or keys; otherwise empty."""
+    """The kind of thing that the counter counts refusals of, by limits or keys; empty: it counts none."""
     return counted.name.removesuffix(_REFUSED) if counted.name.endswith(_REFUSED) else ""
 
 

@@ -1,4 +1,4 @@
-"""What a tenant, or one cache salt of it, may take of the arena and of local tiers. Plain data."""
+"""Quotas: the parts of the arena and of local tiers that a tenant or one of its cache salts may take. Plain data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST = 1 << 62
 
 
 class Quota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one tenant or salt may have: in settings file, messages, status, HTTP and command line. Raises ValueError.
+    """The limits of one tenant or salt, in settings file, messages, status, HTTP and command line. Raises ValueError.
 
     Memory counts in bytes of the allocator: whole pages, including reserved ones; each local tier in bytes that its
     file system allocates. The descriptions of the fields are the help of `kvdepot quota`, and of metrics.

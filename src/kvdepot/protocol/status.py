@@ -108,18 +108,18 @@ DISTRIBUTIONS = {
     "reuse_after_seconds": "Time from one use of a prompt's last chunk to the next.",
     "saved_seconds": "Prefill time that a request saved, if any.",
 }
-"""What the server's histograms measure, by name."""
+"""Meanings of the server's histograms, by name."""
 TIER_DISTRIBUTIONS = {
     "load_seconds": "Duration of a call that loads up to 16 shards from a tier.",
     "save_seconds": "Duration of a call that saves up to 16 shards in a tier.",
     "load_bytes_per_second": "Throughput of a call that loads from a tier.",
     "save_bytes_per_second": "Throughput of a call that saves in a tier.",
 }
-"""What each tier's histograms measure, by name: with compression and checksums, without the wait for a thread."""
+"""Meanings of each tier's histograms, by name: with compression and checksums, without the wait for a thread."""
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """What engines did not have to compute: tokens that they loaded on all ranks, and the prefill time of these tokens.
+    """Tokens that engines loaded on all ranks instead of computing them, and the prefill time of these tokens.
 
     prefill_s: at each engine's own measured speed; tokens of engines that report no speed count as no time.
     """
@@ -195,7 +195,7 @@ def added_up(parts: Sequence[NamespaceStatus], **facts: Any) -> NamespaceStatus:
 
 
 class TenantStatus(msgspec.Struct, frozen=True):
-    """What one tenant or cache salt with a quota has. tenant: empty for all clients whose tenant has no quota, or that
+    """The memory of one tenant or cache salt with a quota. tenant: empty for all clients whose tenant has no quota, or that
     have none. salt: which salt of the tenant (quotas.shown_tag); empty: those that have no quota.
 
     used_bytes: what the arena holds for it, including what is being stored or loaded. evicted_chunks: for stores of any

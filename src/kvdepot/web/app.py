@@ -294,11 +294,9 @@ def lease(state: ApiState, data: LeaseBody) -> ChunkCount:
     if data.kind == "expire" and not data.ttl_s:
         raise BadRequest("a lease of kind `expire` needs `ttl_s`, after which its chunks are removed")
     with _change(state):
-        client = state.poll.client
         prompt = _prompt(state.poll, data)
         terms = LeaseTerms(data.kind, data.ttl_s, data.priority, data.drops)
-        leased = admin.lease(client, data.name, prompt, terms)
-        return ChunkCount(leased, len(prompt))
+        return ChunkCount(admin.lease(state.poll.client, data.name, prompt, terms), len(prompt))
 
 
 @post("/v1/release")
@@ -352,28 +350,18 @@ def quota(state: ApiState, data: QuotaBody) -> QuotaBody:
 # -- the page
 
 
-_TYPES = {
-    ".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}  # fmt: skip
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 """Media types by suffix; not the host's, which differ."""
 
 
 def _read_page() -> dict[str, Encoded]:
     """Read all files of the page, which are few and small. Returns them by path."""
-    folder = Path(__file__).with_name("page")
-    found = {
-        f"/{file.relative_to(folder)}": Encoded(file.read_bytes(), _TYPES.get(file.suffix, "text/plain; charset=utf-8"))
-        for file in folder.rglob("*")
-        if file.is_file()
-    }
+    folder, found = Path(__file__).with_name("page"), dict[str, Encoded]()
+    for file in filter(Path.is_file, folder.rglob("*")):
+        kind = _TYPES.get(file.suffix, "text/plain")
+        charset = "; charset=utf-8" if kind.startswith("text/") else ""
+        found[f"/{file.relative_to(folder)}"] = Encoded(file.read_bytes(), kind + charset)
     return {**found, "/": found["/index.html"]}
-
-
-_ENDPOINTS = [
-    healthz, readyz, metrics, status, history, leases,
-    warm, lease, release, preview, forget, quota,
-]  # fmt: skip
 
 
 def make_app(poll: Poll, order: Order) -> App:
@@ -384,4 +372,5 @@ def make_app(poll: Poll, order: Order) -> App:
     pages = _read_page()
     is_local = is_loopback(f"tcp://{order.address}")
     guard = Guard(order.token, is_local, is_local and order.key is None, pages)
-    return Dispatch(_ENDPOINTS, pages, ApiState(poll, LiveStatus(poll), registry, CachedLeases(poll.client)), guard)
+    endpoints = [healthz, readyz, metrics, status, history, leases, warm, lease, release, preview, forget, quota]
+    return Dispatch(endpoints, pages, ApiState(poll, LiveStatus(poll), registry, CachedLeases(poll.client)), guard)
