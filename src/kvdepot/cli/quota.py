@@ -90,7 +90,8 @@ def quota(
 
 
 def _losses(name: str, now: Quota, new: Quota) -> list[str]:
-    """Sentences about the chunks that the quota `new` in place of `now` may remove: those above a lower cap, or older than a shorter expiry."""
+    """Sentences about chunks that the quota `new` may remove: those above a lower cap, or older than a shorter expiry.
+    now: the quota before it."""
     caps = ("memory", now.cap_bytes, new.cap_bytes), ("each tier disk://", now.disk_cap_bytes, new.disk_cap_bytes)
     lost = [
         f"{where}: what {name} has above {size(cap)} would be evicted"

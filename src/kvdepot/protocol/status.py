@@ -195,8 +195,8 @@ def added_up(parts: Sequence[NamespaceStatus], **facts: Any) -> NamespaceStatus:
 
 
 class TenantStatus(msgspec.Struct, frozen=True):
-    """The memory of one tenant or cache salt with a quota. tenant: empty for all clients whose tenant has no quota, or that
-    have none. salt: which salt of the tenant (quotas.shown_tag); empty: those that have no quota.
+    """The memory of one tenant or cache salt with a quota. tenant: empty for all clients without a tenant that has a
+    quota. salt: which salt of the tenant (quotas.shown_tag); empty: those that have no quota.
 
     used_bytes: what the arena holds for it, including what is being stored or loaded. evicted_chunks: for stores of any
     tenant. disk_bytes: None: there is no local tier, or it has no quota.
