@@ -180,21 +180,16 @@ def test_a_prompts_model_is_named_in_full_where_the_list_may_hide_another(depot:
             each.shutdown()
 
 
-def test_an_answer_to_nobody_and_questions_of_the_dead_are_not_counted() -> None:
+def test_requests_of_clients_that_died_or_never_said_hello_leave_nothing_behind() -> None:
     latencies = Latencies()
-    latencies.end(b"c", b"1", False, 1.0)
+    latencies.end(b"c", b"1", False, 1.0)  # an answer to nobody
     latencies.begin(b"c", b"2", "Store", 1.0)
     latencies.gone(b"c")
     latencies.end(b"c", b"2", False, 2.0)
-    assert latencies.figures() == [] and not latencies._asked
-
-
-def test_a_client_that_is_answered_and_never_introduces_itself_leaves_nothing_behind() -> None:
-    latencies = Latencies()
     for number in range(100):
         latencies.begin(b"stranger %d" % number, b"1", "Noop", 0.0)
         latencies.end(b"stranger %d" % number, b"1", True, 1.0)
-    assert not latencies._asked
+    assert latencies.figures() == [] and not latencies._asked
 
 
 def test_the_journal_keeps_the_latest_events() -> None:

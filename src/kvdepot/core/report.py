@@ -107,15 +107,11 @@ class Report:
     def fill(self, status: Status, tenant: str, now: float) -> None:
         """Fill in what a tenant's client may see of the server; empty: all."""
         server = self.server
-        status.version = __version__
-        status.boot = server.boot.hex()
-        status.pid = server.pid
-        status.host = server.host
+        for name in ("pid", "host", "http", "http_failure", "unreachable"):
+            setattr(status, name, getattr(server, name))
+        status.version, status.boot = __version__, server.boot.hex()
         status.wall_s = self.wall
         status.uptime_s = now - self._began if self._began is not None else 0.0
-        status.http = server.http
-        status.http_failure = server.http_failure
-        status.unreachable = server.unreachable
         status.settings = {} if tenant else server.settings
         status.latencies = self.latencies.figures()
         status.events = [] if tenant else list(self.events)
