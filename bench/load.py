@@ -351,9 +351,9 @@ def _measure_server(args: argparse.Namespace) -> int:
                         print(*([] if found else [_HEAD]), _line(result), sep="\n", flush=True)
                     found.append(result)
         finally:
-            left = admin.not_forgotten(admin.forget(client, model, ""))
-    for line in left:
-        print(f"load.py: chunks of {model} may remain: {clean(line)}", file=sys.stderr)
+            left = admin.forget(client, model, "").left
+    for place, why in left.items():
+        print(f"load.py: chunks of {model} may remain: {place}: {clean(why)}", file=sys.stderr)
     if args.json:
         print_json({"clients": clients, "chunks": args.chunks, "chunk_bytes": chunk_bytes, "results": found})
     if failed := sum(result.failed for result in found):

@@ -6,6 +6,7 @@
 
 settings                             every setting of the server; `tier`, `disk`, `redis`, `object`, `mooncake`: options
 counters                             what the server counts; `refusals`: what it refused; `tiers`: what a tier counts
+metrics                              figures of the status and distributions, as Prometheus gets them
 versions                             of the protocol and of what is stored
 
 <!-- commands -->                    the help of every command, on the site alone
@@ -17,6 +18,7 @@ docs/. The site has the root's pages beside the others, in lower case, so links 
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -29,6 +31,12 @@ _BOOSTS |= dict.fromkeys(("vllm", "tiers", "security", "memory", "troubleshootin
 _BOOSTS |= dict.fromkeys(("start", "log", "gpus"), 1.3)
 """How the site's search ranks pages, where it is not 1: the names of the API have most of a user's words in them."""
 _TABLE = re.compile(r"^(<!-- table: (\w+) -->)$.*?^(<!-- end of table -->)$", re.M | re.S)
+_TABLES = {
+    "settings": "config:Config", "tier": "tiers:Options", "disk": "tiers.disk:DiskOptions",
+    "redis": "tiers.redis:RedisOptions", "object": "tiers.object:ObjectOptions",
+    "mooncake": "tiers.mooncake:MooncakeOptions",
+}  # fmt: skip
+"""The structs whose fields a table lists, by its name: module and class."""
 _OF_ROOT = r"ARCHITECTURE\.md|SECURITY\.md|CONTRIBUTING\.md"
 
 
@@ -66,10 +74,13 @@ def _lower(link: re.Match[str]) -> str:
 def _table(name: str) -> str:
     if name in ("counters", "refusals", "tiers"):
         return _counters(name)
+    if name == "metrics":
+        return _metrics()
     if name == "versions":
         return _versions()
+    module, _, owner = _TABLES[name].partition(":")
     head = [f"| {'setting' if name == 'settings' else 'option'} | default | meaning |", "|---|---|---|"]
-    kind = _kind(name)
+    kind = getattr(importlib.import_module(f"kvdepot.{module}"), owner)
     fields = msgspec.structs.fields(kind)
     return "\n".join([*head, *(f"| `{f.name}` | {_default(f)} | {_description(kind, f.name)} |" for f in fields)])
 
@@ -85,6 +96,25 @@ def _counters(name: str) -> str:
     head = ["| counter, in Prometheus | counts | when it grows |", "|---|---|---|"]
     rows = (f"| `{c.name}`, `{prefix}{c.series}_total` | {c.meaning} | {c.advice} |" for c in shown)
     return "\n".join([*head, *rows])
+
+
+def _metrics() -> str:
+    """A row for each meaning, with the metrics that have it, and their labels."""
+    from kvdepot.protocol.figures import figures
+    from kvdepot.protocol.status import DISTRIBUTIONS, FAMILIES, TIER_DISTRIBUTIONS
+
+    names: dict[str, list[str]] = {}
+    for family in FAMILIES:
+        labels = f"{{{','.join(family.labels)}}}" if family.labels else ""
+        for each in figures(family.rows):
+            name = f"`kvdepot_{family.prefix}{each.metric}{'_total' * (each.kind == 'counter')}{labels}`"
+            names.setdefault(each.meaning, []).append(name)
+    rows = [(", ".join(each), meaning) for meaning, each in names.items()]
+    rows += [(f"`kvdepot_{name}`", f"histogram: {meaning}") for name, meaning in DISTRIBUTIONS.items()]
+    rows += [
+        (f"`kvdepot_tier_{name}{{tier}}`", f"histogram: {meaning}") for name, meaning in TIER_DISTRIBUTIONS.items()
+    ]
+    return "\n".join(["| metric | meaning |", "|---|---|", *(f"| {name} | {meaning} |" for name, meaning in rows)])
 
 
 def _versions() -> str:
@@ -104,35 +134,6 @@ def _versions() -> str:
     ]
     head = ["| what | version | older versions that are read | any other version |", "|---|---|---|---|"]
     return "\n".join([*head, *(f"| {what} | {now} | {read} | {other} |" for what, now, read, other in rows)])
-
-
-def _kind(name: str) -> type[Any]:
-    match name:
-        case "settings":
-            from kvdepot.config import Config
-
-            return Config
-        case "tier":
-            from kvdepot.tiers import Options
-
-            return Options
-        case "disk":
-            from kvdepot.tiers.disk import DiskOptions
-
-            return DiskOptions
-        case "redis":
-            from kvdepot.tiers.redis import RedisOptions
-
-            return RedisOptions
-        case "object":
-            from kvdepot.tiers.object import ObjectOptions
-
-            return ObjectOptions
-        case "mooncake":
-            from kvdepot.tiers.mooncake import MooncakeOptions
-
-            return MooncakeOptions
-    raise ValueError(f"there is no table {name!r}")
 
 
 def _description(kind: type[Any], name: str) -> str:

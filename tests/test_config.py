@@ -195,22 +195,19 @@ def test_settings_are_shown_without_their_passwords() -> None:
 def test_tenants_are_tables_of_the_file_with_sizes_in_units(tmp_path: Path) -> None:
     text = """
         [tenants.blue]
-        floor_gib = "512MiB"
-        cap_gib = 2
+        floor_bytes = "512MiB"
+        cap_bytes = 2147483648
         weight = 3
         ttl_s = 60
         [tenants.red]
-        disk_floor_gib = 1
-        disk_cap_gib = "1.5TiB"
+        disk_floor_bytes = "1GiB"
+        disk_cap_bytes = "1.5TiB"
     """
     loaded = load(write(tmp_path, text), environ={})
-    assert {name: share.quota for name, share in loaded.tenants.items()} == {
-        "blue": Quota(1 << 29, 2 << 30, 3.0, 60),
-        "red": Quota(0, 0, 1.0, 0, 1 << 30, 1536 << 30),
-    }
+    assert loaded.tenants == {"blue": Quota(1 << 29, 2 << 30, 3.0, 60), "red": Quota(0, 0, 1.0, 0, 1 << 30, 1536 << 30)}
     shown = config.masked(loaded)["tenants"]
-    memory = {"floor_gib": 0.5, "cap_gib": 2.0, "weight": 3.0, "ttl_s": 60}
-    assert json.loads(json.dumps(shown))["blue"] == memory | {"disk_floor_gib": 0.0, "disk_cap_gib": 0.0}
+    memory = {"floor_bytes": 1 << 29, "cap_bytes": 2 << 30, "weight": 3.0, "ttl_s": 60}
+    assert json.loads(json.dumps(shown))["blue"] == memory | {"disk_floor_bytes": 0, "disk_cap_bytes": 0}
 
 
 def test_salts_are_tables_of_the_file_and_are_not_shown(tmp_path: Path) -> None:
@@ -223,13 +220,13 @@ def test_salts_are_tables_of_the_file_and_are_not_shown(tmp_path: Path) -> None:
 def test_a_salt_with_more_than_a_time_to_live_has_a_quota_of_one_tenant(tmp_path: Path) -> None:
     text = """
         [tenants.blue]
-        floor_gib = 1
+        floor_bytes = "1GiB"
         [salts.alice]
-        cap_gib = "512MiB"
+        cap_bytes = "512MiB"
         ttl_s = 60
         [salts.bob]
         tenant = "blue"
-        disk_cap_gib = 2
+        disk_cap_bytes = "2GiB"
         [salts.hush]
         ttl_s = 5
         [salts.own]
@@ -259,17 +256,20 @@ def test_a_salt_with_more_than_a_time_to_live_has_a_quota_of_one_tenant(tmp_path
         ("tenants = 3", "tenants: 3 is not a table: write [tenants.NAME]"),
         ("[tenants]\nblue = 3", "tenants.blue: 3 is not a table: write [tenants.blue]"),
         ("[tenants.blue]\nfloor = 3", "tenants.blue.floor: "),
-        ("[tenants.blue]\nfloor_gib = -1", "tenants.blue.floor_gib: -1 is out of range"),
-        ('[tenants.blue]\ncap_gib = "much"', "tenants.blue.cap_gib: 'much' is not a size"),
-        ("[tenants.blue]\nfloor_gib = 2\ncap_gib = 1", "tenants.blue.cap_gib: 1 is below floor_gib, 2"),
-        ("[tenants.blue]\ndisk_floor_gib = 2\ndisk_cap_gib = 1", "tenants.blue.disk_cap_gib: 1 is below disk_floor"),
+        ("[tenants.blue]\nfloor_bytes = -1", "tenants.blue.floor_bytes: -1 is out of range"),
+        ('[tenants.blue]\ncap_bytes = "much"', "tenants.blue.cap_bytes: 'much' is not a size"),
+        ("[tenants.blue]\nfloor_bytes = 2\ncap_bytes = 1", "tenants.blue.cap_bytes: 1 is below floor_bytes, 2"),
+        (
+            "[tenants.blue]\ndisk_floor_bytes = 2\ndisk_cap_bytes = 1",
+            "tenants.blue.disk_cap_bytes: 1 is below disk_floor",
+        ),
         ("[tenants.blue]\nweight = 0", "tenants.blue.weight: 0 is out of range"),
         ("[tenants.blue]\nweight = nan", "tenants.blue.weight: "),
         ("[tenants.blue]\nttl_s = 1.5", "tenants.blue.ttl_s: "),
         ("salts = 3", "salts: 3 is not a table: write [salts.NAME]"),
         ("[salts.hush]", "salts.hush: it says nothing: give ttl_s, or a quota"),
         ("[salts.hush]\nttl_s = -1", "salts.hush.ttl_s: -1 is out of range"),
-        ("[salts.hush]\ncap_gib = 1\nfloor_gib = 2", "salts.hush.cap_gib: 1 is below floor_gib, 2"),
+        ("[salts.hush]\ncap_bytes = 1\nfloor_bytes = 2", "salts.hush.cap_bytes: 1 is below floor_bytes, 2"),
         ("[salts.'']\nttl_s = 1", "salts: a salt has at least one character"),
         ("\n".join(f"[salts.s{number}]\nttl_s = 1" for number in range(65)), "salts: 65 tables"),
     ],

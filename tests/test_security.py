@@ -457,12 +457,13 @@ def test_tenants_of_the_settings_file_get_their_memory_and_an_operator_changes_i
 ) -> None:
     monkeypatch.setenv("KVDEPOT_KEY", str(keys / "alice.key"))
     settings = tmp_path / "depot.toml"
-    settings.write_text('[tenants.blue]\nfloor_gib = "8MiB"\ncap_gib = "16MiB"\n')
+    settings.write_text('[tenants.blue]\nfloor_bytes = "8MiB"\ncap_bytes = "16MiB"\n')
     server = start_depot("--keys", str(keys), "--config", str(settings), arena_mib=64)
     connect(server, "carol").store(TOKENS, SOURCE)
     shown = {each["tenant"]: each for each in server.status()["tenants"]}
     assert (shown["blue"]["chunks"], shown[""]["chunks"]) == (1, 0)
-    assert (shown["blue"]["floor_bytes"], shown["blue"]["cap_bytes"]) == (8 << 20, 16 << 20)
+    quota = shown["blue"]["quota"]
+    assert (quota["floor_bytes"], quota["cap_bytes"]) == (8 << 20, 16 << 20)
     where, as_carol = ("--url", server.url, "--json"), {"KVDEPOT_KEY": str(keys / "carol.key")}
     assert [each["tenant"] for each in json.loads(run("quota", *where, **as_carol).stdout)] == ["blue"]
     refused = run("quota", "blue", "--cap", "0", *where, **as_carol)
@@ -471,8 +472,8 @@ def test_tenants_of_the_settings_file_get_their_memory_and_an_operator_changes_i
     assert refused.returncode == 1 and "'green'" in refused.stderr
     assert run("quota", "blue", "--cap", "much", *where).returncode == 2
     assert run("quota", "--floor", "1MiB", *where).returncode == 2
-    changed = json.loads(run("quota", "blue", "--cap", "32MiB", "--weight", "2.5", *where).stdout)
-    assert [(each["floor_bytes"], each["cap_bytes"], each["weight"]) for each in changed] == [(8 << 20, 32 << 20, 2.5)]
+    (changed,) = json.loads(run("quota", "blue", "--cap", "32MiB", "--weight", "2.5", *where).stdout)
+    assert changed["quota"] == quota | {"cap_bytes": 32 << 20, "weight": 2.5}
     assert json.loads(run("quota", "blue", "--remove", *where).stdout) == server.status()["tenants"] == []
 
 
@@ -481,9 +482,9 @@ def test_tenants_of_the_settings_file_get_their_memory_and_an_operator_changes_i
     [
         ("[tenants.green]", True, "tenants.green: no client has this tenant"),
         ("[tenants.blue]", False, "tenants.blue: no client has this tenant, because clients need no keys"),
-        ("[tenants.blue]\nfloor_gib = 1", True, "tenants.blue: all floors together"),
+        ("[tenants.blue]\nfloor_bytes = '1GiB'", True, "tenants.blue: all floors together"),
         ("[salts.alice]\ntenant = 'green'", True, f"quota of salt {salt_tag('alice').hex()[:16]} of green: no client"),
-        ("[salts.alice]\nfloor_gib = 1", False, "of clients without a tenant: all floors together"),
+        ("[salts.alice]\nfloor_bytes = '1GiB'", False, "of clients without a tenant: all floors together"),
     ],
 )
 def test_a_server_does_not_start_with_quotas_that_cannot_hold(

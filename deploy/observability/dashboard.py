@@ -14,6 +14,9 @@ from typing import Any
 
 from deploy.observability.alerts import RUNBOOKS
 
+from kvdepot.protocol.figures import figures
+from kvdepot.protocol.status import Status
+
 __all__ = ["ROWS", "Panel", "dashboard", "render"]
 
 _COLUMNS = 24
@@ -31,6 +34,10 @@ _ABOUT = (
     f"What the figures mean, and what to do when an alert fires: {RUNBOOKS}\n\nEach server has a page of its own, with "
     "recent events and the last errors of its tiers: click a value that names an instance."
 )
+
+
+_GAUGES = {each.metric: each.meaning for each in figures(Status) if each.kind != "counter"}
+"""Meanings of the status's gauges, by metric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,11 @@ def _quantiles(title: str, what: str, series: str, by: str, unit: str = "s", ala
     )  # fmt: skip
 
 
+def _figure(title: str, metric: str, unit: str = "short") -> Panel:
+    """A gauge of each server, by its meaning in the status."""
+    return _stat(title, _GAUGES[metric], f"kvdepot_{metric}{{@}}", unit)
+
+
 def _share(part: str, whole: str, by: str, over: str = "$__rate_interval") -> str:
     """The share that one counter has in another."""
     return f"sum by ({by}) (increase({part}[{over}])) / sum by ({by}) (increase({whole}[{over}]))"
@@ -83,7 +95,7 @@ def _rate(series: str, by: str = "instance") -> str:
     return f"sum by ({by}) (rate({series}[$__rate_interval]))"
 
 
-ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
+_ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     ("All chosen servers", (
         _total("Tokens reused", "Share of the last hour's prompt tokens that engines loaded from their depots, of "
                "those that they did not have in their own caches.",
@@ -100,16 +112,15 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
               (("sum(kvdepot_up{@})", "up"), ("count(up{@})", "scraped")), kind="stat", columns=4),
     )),
     ("Health", (
-        _stat("Running for", "Since each server started serving.", "kvdepot_uptime_seconds{@}", "s"),
-        _stat("Engine processes", "Connected schedulers and workers.", "kvdepot_engine_processes{@}"),
+        _figure("Running for", "uptime_seconds", "s"),
+        _figure("Engine processes", "engine_processes"),
         _stat("Tokens reused", "Share of the last hour's prompt tokens that engines loaded from the depot, of those "
               "that they did not have in their own caches.",
               _share("kvdepot_reused_tokens_total{@}", "kvdepot_asked_tokens_total{@}", "instance", "1h"),
               "percentunit"),
         _stat("Prefill saved", "Compute time that engines saved in the time range shown.",
               "increase(kvdepot_saved_prefill_seconds_total{@}[$__range])", "s"),
-        _stat("Memory holds", "How long chunks that nobody uses stay in memory before they are evicted.",
-              "kvdepot_memory_holds_seconds{@}", "s"),
+        _figure("Memory holds", "memory_holds_seconds", "s"),
         _stat("Tiers with an open circuit breaker", "Tiers that fail or do not answer.",
               "count by (instance) (kvdepot_tier_up{@} == 0) or 0 * sum by (instance) (kvdepot_up{@})", alarm=1),
     )),
@@ -250,6 +261,19 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         )),
     )),
 )  # fmt: skip
+
+
+def _others() -> tuple[Panel, ...]:
+    """A panel for each gauge of the status that no other panel draws."""
+    drawn = " ".join(query for _, row in _ROWS for panel in row for query, _ in panel.queries)
+    return tuple(
+        Panel(metric.replace("_", " ").capitalize(), meaning, ((f"kvdepot_{metric}{{@}}", "{{instance}}"),),
+              "bytes" if metric.endswith("_bytes") else "short")
+        for metric, meaning in _GAUGES.items() if f"kvdepot_{metric}{{" not in drawn
+    )  # fmt: skip
+
+
+ROWS = (*_ROWS, ("Other figures", _others()))
 """The rows from top to bottom, and their panels from left to right."""
 
 

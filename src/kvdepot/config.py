@@ -21,7 +21,7 @@ from kvdepot.memory.shm import SHM
 from kvdepot.protocol.addresses import MOST_PATH, MOST_PORT, fault_of_endpoint
 from kvdepot.protocol.keys import salt_tag, tenant_salt
 from kvdepot.protocol.leases import HINT_S, MOST_PRIORITY, NORMAL
-from kvdepot.protocol.quotas import MOST_WEIGHT, Quota
+from kvdepot.protocol.quotas import Quota
 from kvdepot.tiers import TierConfig, parse
 from kvdepot.tiers.rules import Rules
 from kvdepot.tiers.urls import shown
@@ -105,7 +105,6 @@ def _about(topic: str, description: str, metavar: str = "N", **bounds: Any) -> M
     return Meta(description=description, extra={"topic": topic, "metavar": metavar}, **bounds)
 
 
-_share = partial(_about, "")
 _memory, _tier, _access, _life, _limit = (partial(_about, topic) for topic in TOPICS)
 
 
@@ -114,38 +113,11 @@ def _one_of(*words: str) -> str:
     return rf"^({'|'.join(words)})\Z"  # not $, which a final newline would pass
 
 
-class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The share of one tenant in the arena and in local tiers: a table `[tenants.NAME]` (protocol/quotas.py)."""
+class SaltQuota(Quota, frozen=True, forbid_unknown_fields=True):
+    """A table `[salts.SALT]`: a quota of the requests with one cache salt; with `ttl_s` alone, a time to live for every
+    tenant. tenant: whose requests; None: those of clients without a tenant."""
 
-    floor_gib: Annotated[float, _share("memory guaranteed to it", ge=0, le=_MOST_GIB)] = 0.0
-    cap_gib: Annotated[float, _share("most memory it can use; 0 = no cap", ge=0, le=_MOST_GIB)] = 0.0
-    weight: Annotated[float, _share("its share of the memory above all floors", ge=1 / MOST_WEIGHT, le=MOST_WEIGHT)] = (
-        1.0
-    )
-    ttl_s: Annotated[int, _share("seconds after which its chunks expire, if sooner than ttl_s", ge=0, le=1 << 31)] = 0
-    disk_floor_gib: Annotated[float, _share("space guaranteed to it in each tier disk://", ge=0, le=_MOST_GIB)] = 0.0
-    disk_cap_gib: Annotated[
-        float, _share("most space it can use in each tier disk://; 0 = no cap", ge=0, le=_MOST_GIB)
-    ] = 0.0
-
-    def __post_init__(self) -> None:
-        if self.cap_gib and self.cap_gib < self.floor_gib:
-            raise ValueError(f"cap_gib: {self.cap_gib:g} is below floor_gib, {self.floor_gib:g}")
-        if self.disk_cap_gib and self.disk_cap_gib < self.disk_floor_gib:
-            raise ValueError(f"disk_cap_gib: {self.disk_cap_gib:g} is below disk_floor_gib, {self.disk_floor_gib:g}")
-
-    @property
-    def quota(self) -> Quota:
-        memory = int(self.floor_gib * GIB), int(self.cap_gib * GIB)
-        disk = int(self.disk_floor_gib * GIB), int(self.disk_cap_gib * GIB)
-        return Quota(*memory, self.weight, self.ttl_s, *disk)
-
-
-class SaltShare(Share, frozen=True, forbid_unknown_fields=True):
-    """The share of requests with one cache salt, a table `[salts.SALT]`; with `ttl_s` alone, for every tenant, without
-    a quota."""
-
-    tenant: Annotated[str | None, _share("whose requests; without it, clients without a tenant")] = None
+    tenant: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -157,6 +129,10 @@ class SaltShare(Share, frozen=True, forbid_unknown_fields=True):
         """Whether it says more than `ttl_s`."""
         fields = [each for each in msgspec.structs.fields(self) if each.name != "ttl_s"]
         return any(getattr(self, each.name) != each.default for each in fields)
+
+    @property
+    def quota(self) -> Quota:
+        return Quota(*(getattr(self, name) for name in Quota.__struct_fields__))
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -213,10 +189,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 1.0
     ttl_s: Annotated[int, _memory("seconds after which a chunk expires; 0 = never", ge=0, le=1 << 31)] = 0
     tenants: Annotated[
-        dict[str, Share], _memory("floors, caps, weight and expiry by tenant: tables [tenants.NAME], see SECURITY.md")
+        dict[str, Quota], _memory("floors, caps, weight and expiry by tenant: tables [tenants.NAME], see SECURITY.md")
     ] = {}
     salts: Annotated[
-        dict[str, SaltShare], _memory("the same by cache salt: tables [salts.SALT] as for tenants, and with tenant")
+        dict[str, SaltQuota], _memory("the same by cache salt: tables [salts.SALT] as for tenants, and with tenant")
     ] = {}
     verify_hits: Annotated[
         float, _memory("share of hits that engines compute and compare with the depot's, such as 0.001", ge=0, le=1)
@@ -276,11 +252,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def quotas(self) -> dict[tuple[str, bytes], Quota]:
         """Quotas by tenant and tag of a cache salt (`keys.salt_tag`; an empty tag: the tenant's own)."""
-        tenants = {(tenant, b""): share.quota for tenant, share in self.tenants.items()}
-        salts = {
-            (share.tenant or "", salt_tag(salt)): share.quota for salt, share in self.salts.items() if share.has_quota
-        }
-        return tenants | salts
+        salts = {(each.tenant or "", salt_tag(salt)): each for salt, each in self.salts.items() if each.has_quota}
+        tenants = {(tenant, b""): quota for tenant, quota in self.tenants.items()}
+        return tenants | {owner: each.quota for owner, each in salts.items()}
 
     @property
     def rules(self) -> Rules:
@@ -392,7 +366,7 @@ def load_with_sources(
     merged = in_units(merged)
     if str(merged.get("http", "")).isdecimal():
         merged["http"] = f"127.0.0.1:{merged['http']}"
-    for name, kind in (("tenants", Share), ("salts", SaltShare)):
+    for name, kind in (("tenants", Quota), ("salts", SaltQuota)):
         if name in merged:
             merged[name] = _tables(name, merged[name], kind, source[name])
     try:
@@ -459,10 +433,10 @@ def stray_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
 def masked(config: Config) -> dict[str, object]:
     """The settings by name, for display; secrets in the URLs of tiers are shown as ***."""
     values = msgspec.structs.asdict(config)
-    tenants = {name: msgspec.structs.asdict(share) for name, share in config.tenants.items()}
+    tenants = {name: msgspec.structs.asdict(quota) for name, quota in config.tenants.items()}
     salts = {
-        salt_tag(salt).hex(): msgspec.structs.asdict(share) if share.has_quota else {"ttl_s": share.ttl_s}
-        for salt, share in config.salts.items()
+        salt_tag(salt).hex(): msgspec.structs.asdict(quota) if quota.has_quota else {"ttl_s": quota.ttl_s}
+        for salt, quota in config.salts.items()
     }  # users may keep salts secret
     return values | {"tiers": [shown(tier) for tier in config.tiers], "tenants": tenants, "salts": salts}
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 _UNITS = {
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "": 1, "B": 1, "BYTES": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
 _SHOWN_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -56,7 +56,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 def is_size(name: str) -> bool:
     """Whether a setting of this name is a size; its name ends with the unit of a plain number."""
-    return name.endswith(("_gib", "_mib", "_kib"))
+    return name.endswith(("_gib", "_mib", "_kib", "_bytes"))
 
 
 def in_units(given: Mapping[str, object]) -> dict[str, object]:
@@ -75,7 +75,7 @@ def _in_unit(name: str, value: object) -> object:
 
 
 def _unit(name: str) -> str:
-    return {"_gib": "GiB", "_mib": "MiB"}.get(name[-4:], "KiB")
+    return "bytes" if name.endswith("_bytes") else {"_gib": "GiB", "_mib": "MiB"}.get(name[-4:], "KiB")
 
 
 def suggestion(name: str, known: Collection[str]) -> str:

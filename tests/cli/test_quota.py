@@ -58,11 +58,11 @@ def test_only_a_lower_limit_removes_chunks(now: Quota, new: Quota, losses: list[
     [
         (["--cap", "5"], "'5' has no unit: write 5GiB or 5MiB, say"),
         (["--disk-floor", "1e9"], "'1e9' is not a size"),
-        (["--cap", "1MiB", "--weight", "0"], "weight 0 is not between"),
-        (["--cap", "1MiB", "--floor", "2MiB"], "the cap of 1048576 bytes is below the floor of 2097152 bytes"),
-        (["--cap", "99999999TiB"], "floor and cap must be 0 bytes or more"),
+        (["--cap", "1MiB", "--weight", "0"], "weight: 0 is out of range"),
+        (["--cap", "1MiB", "--floor", "2MiB"], "cap_bytes: 1048576 is below floor_bytes, 2097152"),
+        (["--cap", "99999999TiB"], "cap_bytes: 1.09951161678e+20 is out of range"),
         (["--cap", "9GiB", "--floor", "8GiB"], "all floors together are 8589934592 bytes, more than the arena's"),
-        (["--cap", "1MiB", "--ttl-s", "9999999999"], "ttl_s 9999999999 is out of range"),
+        (["--cap", "1MiB", "--ttl-s", "9999999999"], "ttl_s: 9999999999 is out of range"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )

@@ -122,7 +122,7 @@ def test_commands_print_in_every_encoding_of_the_terminal(
 ) -> None:
     """Rounded lines, microseconds and names of others are letters that many encodings lack."""
     settings = tmp_path / "settings.toml"
-    settings.write_text('[tenants."m\u00fcller \u6771"]\ncap_gib = 1\n', encoding="utf-8-sig")
+    settings.write_text('[tenants."m\u00fcller \u6771"]\ncap_bytes = 1\n', encoding="utf-8-sig")
     server = ("--url", depot.url)
     for words in (["status", *server], ["lease", *server], ["doctor", *server], ["config", "--config", str(settings)]):
         done = subprocess.run(

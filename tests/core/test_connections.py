@@ -70,7 +70,7 @@ def test_a_hello_is_refused_without_its_liveness_files_secret_and_keeps_nothing(
     assert server.depot.counters["hellos_refused"] == 1 and server.depot.client(b"three") is None
 
 
-def test_a_liveness_that_nobody_holds_lets_nobody_in(server: Harness) -> None:
+def test_a_client_whose_liveness_file_is_not_locked_is_refused(server: Harness) -> None:
     server.hello(b"one")
     server.liveness_files[b"one"].alive = False
     offer = Offer(server.liveness_files[b"one"].name, server.liveness_files[b"one"].secret, is_sealed=False)

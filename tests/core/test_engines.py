@@ -46,7 +46,7 @@ def test_all_clients_of_one_engine_are_one_line_and_their_end_another(
     assert len(lines(caplog)) == 1
     leave(server, b"worker 0")
     assert lines(caplog)[1:] == ["engine seven is gone"]
-    journal = [event.text for event in server.depot.report.journal.events() if event.kind == "engine"]
+    journal = [event.text for event in server.depot.report.events if event.kind == "engine"]
     assert sorted(journal) == sorted(lines(caplog))
 
 
@@ -57,7 +57,7 @@ def test_events_and_status_give_an_engine_the_same_short_name(server: Harness) -
         look_up(server, identity)
     listed = {each.engine for each in server.depot.status().engines}
     assert listed == {"1b4e28ba_dp1", "node-7:4711", b"three".hex()[:8], "x" * 80}
-    assert {event.text for event in server.depot.report.journal.events() if event.kind == "engine"} == {
+    assert {event.text for event in server.depot.report.events if event.kind == "engine"} == {
         f"engine {name} connected: llama" for name in listed
     }
     assert {(each.host, each.pid) for each in server.depot.status().engines} == {(os.uname().nodename, os.getpid())}
@@ -95,7 +95,7 @@ def test_an_engine_is_faulty_once_whatever_the_number_of_its_faulty_workers(serv
     assert max(len(each.fault) for each in status.engines) < 1000
 
 
-def test_what_is_no_engine_leaves_no_line(server: Harness, caplog: pytest.LogCaptureFixture) -> None:
+def test_commands_and_probes_are_not_logged_as_engines(server: Harness, caplog: pytest.LogCaptureFixture) -> None:
     server.hello(b"probe", engine="seven")
     ask(server, b"probe", wire.GetStatus())
     ask(server, b"probe", wire.Lookup("llama", 1, 1, "warm", 0, bytes(32)))  # `kvdepot warm`

@@ -49,7 +49,7 @@ def test_a_forget_is_answered_at_its_end_and_lookups_meanwhile(desk: Desk) -> No
         assert desk.answers[found] == 0
         desk.expire()
         turns += 1
-    assert turns == 5 and desk.answers[asked] == {"memory": 5}
+    assert turns == 5 and desk.answers[asked] == wire.ForgetAnswer({"memory": 5})
     assert desk.depot.next_deadline() > 0.0
     assert desk.depot.counters["forgotten_chunks"] == 5
 
@@ -73,7 +73,7 @@ def test_what_would_be_forgotten_is_counted_some_chunks_at_a_time_and_stays(desk
     assert desk.depot.counters["forgotten_chunks"] == 0 and desk.index.chunks == 5
 
 
-def test_who_dies_while_it_forgets_is_not_answered_and_all_of_it_goes(desk: Desk) -> None:
+def test_a_removal_goes_on_unanswered_after_its_client_has_died(desk: Desk) -> None:
     desk.hello(b"two")
     desk.ask(b"one", store(prompt("a", 5)))
     asked = [desk.send(b"two", request) for request in (wire.ForgetChunks(), wire.Clear())]
@@ -86,10 +86,10 @@ def test_a_server_that_ends_removes_all_that_it_was_asked_to(desk: Desk) -> None
     desk.ask(b"one", store(prompt("a", 5)))
     asked = [desk.send(b"one", request) for request in (wire.Clear(), wire.ForgetChunks())]
     desk.act(desk.depot.stop_waiting())
-    assert desk.index.chunks == 0 and [desk.answers[each] for each in asked] == [None, {"memory": 4}]
+    assert desk.index.chunks == 0 and [desk.answers[each] for each in asked] == [None, wire.ForgetAnswer({"memory": 4})]
 
 
-def test_a_seventeenth_is_refused_with_nothing_done(desk: Desk) -> None:
+def test_a_seventeenth_removal_in_progress_is_refused(desk: Desk) -> None:
     desk.ask(b"one", store(prompt("a", 30)))
     desk.ask(b"one", store(prompt("b", 20), model="n"))
     asked = [desk.send(b"one", wire.Clear("m") if i % 2 else wire.ForgetChunks("m")) for i in range(16)]
@@ -113,7 +113,7 @@ def test_what_is_being_forgotten_leaves_memory_without_being_saved_first() -> No
         host.finish(task)
     assert host.depot.removals and not any(kind == "Save" for kind in host.kinds()) and not tier.objects
     host.rest()
-    assert host.answers[asked] == {"memory": 14, "disk:///d": 0}
+    assert host.answers[asked] == wire.ForgetAnswer({"memory": 14, "disk:///d": 0})
     assert host.find(b"one", look(prompt("b", 6))) == 6
 
 
@@ -125,7 +125,7 @@ def test_an_answer_that_must_come_before_memory_was_gone_through_says_so() -> No
     while host.tier_tasks:
         host.work()
     host.pass_time(26.0)
-    assert "the removal from memory has not ended within 25 s" in host.answers[asked]["error"]
+    assert "the removal from memory has not ended within 25 s" in host.answers[asked].left["error"]
     host.rest()
     assert host.index.chunks == 0 and not host.depot.tiering.forgettings
 

@@ -159,31 +159,6 @@ def test_a_lease_that_cannot_grow_within_its_budget_keeps_what_it_has(desk: Desk
     assert desk.depot.counters["lease_growths_refused"] == 1 and desk.depot.counters["leases_refused"] == 0
 
 
-def test_a_lowered_quota_ends_leases_by_priority_and_endless_ones_last(desk: Desk) -> None:
-    blue = engine(desk, "blue")
-    desk.ask(b"admin", wire.SetQuota("blue", pages(12)))
-    for name, ttl_s, priority in (("forever", 0, 0), ("high", 60, 90), ("low", 60, 10)):
-        desk.ask(blue, store(prompt(name, 5)))
-        assert desk.ask(blue, lease(prompt(name, 5), name, ttl_s=ttl_s, priority=priority)) == 5
-    for cap, left in ((26, {"forever", "high"}), (14, {"forever"}), (8, set())):
-        desk.ask(b"admin", wire.SetQuota("blue", pages(0, cap)))
-        assert names(desk) == left
-    assert desk.index.held == 0
-
-
-def test_a_lease_that_grows_ends_another_that_grows_and_neither_drops_chunks(desk: Desk) -> None:
-    blue = engine(desk, "blue")
-    for name, ttl_s, priority in (("high", 9, 50), ("low", 60, 10)):
-        assert desk.ask(blue, lease(prompt(name, 20), name, ttl_s=ttl_s, priority=priority)) == 0
-    for second, name in enumerate(("low", "high"), 1):
-        desk.ask(blue, store(prompt(name, 20), end=10))
-        desk.tick(float(second), 1000.0 + second)
-        assert names(desk) == ({"low", "high"} if name == "low" else {"high"})
-    desk.tick(9.0, 1009.0)
-    desk.settle()
-    assert names(desk) == set() and [has(desk, blue, prompt(name, 20)) for name in ("low", "high")] == [10, 10]
-
-
 @pytest.mark.parametrize(("reach", "parts", "grown"), [(2, [3, 4], 5), (1, [2], 3)], ids=["window", "state"])
 def test_a_lease_grows_to_each_boundary_that_all_groups_have(reach: int, parts: list[int], grown: int) -> None:
     desk = Desk()

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvdepot.config import SaltShare
+from kvdepot.config import SaltQuota
 from kvdepot.errors import BadRequest, Busy
 from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
@@ -49,6 +49,25 @@ def desk() -> Desk:
     desk = Desk(pages=32)
     desk.tick(0.0, 1000.0)
     return desk
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ({"floor_bytes": 8, "cap_bytes": 4}, "cap_bytes: 4 is below floor_bytes, 8"),
+        ({"disk_floor_bytes": 8, "disk_cap_bytes": 4}, "disk_cap_bytes: 4 is below disk_floor_bytes, 8"),
+        ({"floor_bytes": -1}, "floor_bytes: -1 is out of range"),
+        ({"disk_cap_bytes": 1 << 63}, "disk_cap_bytes: .* is out of range"),
+        ({"weight": 0.0}, "weight: 0 is out of range"),
+        ({"weight": float("nan")}, "weight: nan is out of range"),
+        ({"ttl_s": -1}, "ttl_s: -1 is out of range"),
+    ],
+)
+def test_a_quota_that_cannot_hold_is_neither_made_nor_decoded(given: dict[str, float], fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        Quota(**given)  # type: ignore[arg-type]
+    with pytest.raises(msgspec.ValidationError, match=fault):
+        msgspec.convert(given, Quota)
 
 
 def test_only_a_client_without_a_tenant_changes_quotas(desk: Desk) -> None:
@@ -195,7 +214,6 @@ def test_a_quota_on_disk_is_refused_without_a_local_tier_or_beyond_its_capacity(
     assert host.ask(b"one", wire.SetQuota("blue", disk(6))) is None
     answer = host.ask(b"one", wire.SetQuota("red", disk(5)))
     assert isinstance(answer, BadRequest) and "tier disk:///d" in str(answer) and "capacity" in str(answer)
-    assert host.ask(b"one", wire.SetQuota("red", disk(4, 3))) is not None, "its cap is below its floor"
     assert host.ask(b"one", wire.SetQuota("blue", disk(5))) is None, "a tenant's own old floor does not count"
     assert host.ask(b"one", wire.SetQuota("red", disk(5))) is None
     assert {name: each.quota for name, each in told(host).items()} == {"": Quota(), "blue": disk(5), "red": disk(5)}
@@ -242,7 +260,7 @@ def salted(name: str, salt: bytes) -> wire.Store:
 def on_disk(tmp_path: Path) -> Iterator[tuple[Host, Disk]]:
     """A host with a directory behind memory, which gets all that is stored."""
     tier = Disk(tmp_path / "tier", 20 * OBJECT)
-    host = new_host((f"disk://{tmp_path}/tier", tier), pages=256, salts={"brief": SaltShare(ttl_s=30)}, lookup_s=8.0)
+    host = new_host((f"disk://{tmp_path}/tier", tier), pages=256, salts={"brief": SaltQuota(ttl_s=30)}, lookup_s=8.0)
     yield host, tier
     tier.close()
 

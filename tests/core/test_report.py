@@ -11,8 +11,9 @@ import torch
 from kvdepot import status
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
 from kvdepot.client import MessageQueueClient, admin
+from kvdepot.core.report import Report, ServerFacts
 from kvdepot.errors import BadRequest, ConfigError, UnknownRequest
-from kvdepot.metrics import BOUNDS_S, Journal, Latencies
+from kvdepot.metrics import BOUNDS_S, Latencies
 from kvdepot.protocol import wire
 from tests.conftest import HANG_S, eventually
 
@@ -173,32 +174,27 @@ def test_a_prompts_model_is_named_in_full_where_the_list_may_hide_another(depot:
             with pytest.raises(ConfigError, match=r"no model of this server matches .* models: .* and 2 smaller ones"):
                 meant("nobody")
             said = admin.forget(client, "team/", "")
-            assert said == {"memory": 1} and not admin.not_forgotten(said)
+            assert said == wire.ForgetAnswer({"memory": 1})
     finally:
         for each in (worker, *others):
             each.shutdown()
 
 
-def test_an_answer_to_nobody_and_questions_of_the_dead_are_not_counted() -> None:
+def test_requests_of_clients_that_died_or_never_said_hello_leave_nothing_behind() -> None:
     latencies = Latencies()
-    latencies.end(b"c", b"1", False, 1.0)
+    latencies.end(b"c", b"1", False, 1.0)  # an answer to nobody
     latencies.begin(b"c", b"2", "Store", 1.0)
     latencies.gone(b"c")
     latencies.end(b"c", b"2", False, 2.0)
-    assert latencies.figures() == [] and not latencies._asked
-
-
-def test_a_client_that_is_answered_and_never_introduces_itself_leaves_nothing_behind() -> None:
-    latencies = Latencies()
     for number in range(100):
         latencies.begin(b"stranger %d" % number, b"1", "Noop", 0.0)
         latencies.end(b"stranger %d" % number, b"1", True, 1.0)
-    assert not latencies._asked
+    assert latencies.figures() == [] and not latencies._asked
 
 
 def test_the_journal_keeps_the_latest_events() -> None:
-    journal = Journal()
+    report = Report(ServerFacts())
     for number in range(1000):
-        journal.note(number, "kind", f"{number} " + "x" * 1000)
-    events = journal.events()
+        report.note("kind", f"{number} " + "x" * 1000)
+    events = report.events
     assert len(events) == 100 and events[-1].text.startswith("999 ") and len(events[0].text) == 200

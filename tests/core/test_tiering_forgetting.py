@@ -27,10 +27,10 @@ def test_tiers_forget_models_by_prefix_and_the_answer_says_others_may_remain(tie
     host.find(b"one", store(prompt("a", 2), model="team-y/m"))
     assert len(tier.objects) == host.index.chunks == 302
     said = host.find(b"one", wire.ForgetChunks("team-x/"))
-    assert (said.pop("memory"), said.pop("disk:///d")) == (300, 300)
-    assert "150" in said["error"] and "'team-x/'" in said["error"]  # the tier may have others
+    assert said.removed == {"memory": 300, "disk:///d": 300}
+    assert "150" in said.left["error"] and "'team-x/'" in said.left["error"]  # the tier may have others
     assert len(tier.objects) == host.index.chunks == 2
-    assert host.find(b"one", wire.ForgetChunks("team-x/m0")) == {"memory": 0, "disk:///d": 0}
+    assert host.find(b"one", wire.ForgetChunks("team-x/m0")) == wire.ForgetAnswer({"memory": 0, "disk:///d": 0})
     host.assert_quiet()
 
 
@@ -38,11 +38,11 @@ def test_a_model_that_only_a_tier_knows_is_forgotten_by_its_whole_name(tier: Mem
     here, there = new_host(tier, model="team-x/m"), new_host(tier, model="other")
     here.find(b"one", store(prompt("a", 3), model="team-x/m"))
     left = there.find(b"one", wire.ForgetChunks("team-x/"))
-    assert (left["memory"], left["disk:///d"], len(tier.objects)) == (0, 0, 3)
-    assert "whole names" in left["error"]
-    assert there.find(b"one", wire.ForgetChunks("team-x/m")) == {"memory": 0, "disk:///d": 3}
-    assert "error" in there.find(b"one", wire.ForgetChunks("team-x/m"))  # for all that anybody here can know
-    assert here.find(b"one", wire.ForgetChunks("team-x/m")) == {"memory": 3, "disk:///d": 0}
+    assert (left.removed, len(tier.objects)) == ({"memory": 0, "disk:///d": 0}, 3)
+    assert "whole names" in left.left["error"]
+    assert there.find(b"one", wire.ForgetChunks("team-x/m")) == wire.ForgetAnswer({"memory": 0, "disk:///d": 3})
+    assert "error" in there.find(b"one", wire.ForgetChunks("team-x/m")).left  # for all that anybody here can know
+    assert here.find(b"one", wire.ForgetChunks("team-x/m")) == wire.ForgetAnswer({"memory": 3, "disk:///d": 0})
 
 
 def test_a_tier_that_cannot_forget_says_so(tier: MemoryTier) -> None:
@@ -50,7 +50,7 @@ def test_a_tier_that_cannot_forget_says_so(tier: MemoryTier) -> None:
     host.find(b"one", store(prompt("a", 3)))
     tier.inject(down=1)
     said = host.find(b"one", wire.ForgetChunks())
-    assert said == {"memory": 3, "disk:///d": "not forgotten: injected: the store is unavailable"}
+    assert said == wire.ForgetAnswer({"memory": 3}, {"disk:///d": "not forgotten: injected: the store is unavailable"})
 
 
 def test_a_chunk_forgotten_during_its_save_is_removed_from_the_tier_after_it() -> None:
@@ -65,7 +65,7 @@ def test_a_chunk_forgotten_during_its_save_is_removed_from_the_tier_after_it() -
         asked = host.send(b"one", look(prompt("a", 1)))
         urgent_first(host)
         assert host.answers[asked] == 0
-        assert host.answers[forgotten] == {"memory": 1, "disk:///d": 1}
+        assert host.answers[forgotten] == wire.ForgetAnswer({"memory": 1, "disk:///d": 1})
         assert host.find(b"one", look(prompt("a", 1))) == 0
         host.assert_quiet()
 
@@ -94,8 +94,10 @@ FORGET = wire.ForgetChunks("m", writer="bad")
 
 def test_a_tier_forgets_a_writers_earlier_objects_and_keeps_its_later_ones(tier: MemoryTier) -> None:
     here, there = stamped(tier)
-    assert there.find(b"one", FORGET) == {"memory": 0, "disk:///d": 0}
-    assert here.find(b"one", FORGET) == {"memory": 4, "disk:///d": 0}, "the other host had it in memory"
+    assert there.find(b"one", FORGET) == wire.ForgetAnswer({"memory": 0, "disk:///d": 0})
+    assert here.find(b"one", FORGET) == wire.ForgetAnswer({"memory": 4, "disk:///d": 0}), (
+        "the other host had it in memory"
+    )
     for host in (here, there, new_host(tier)):
         assert host.find(b"one", look(prompt("bad", 4))) == 0
         assert host.find(b"one", look(prompt("good", 4), "g")) == 4
@@ -120,7 +122,7 @@ def test_a_chunk_loaded_from_a_tier_has_its_writer(tier: MemoryTier) -> None:
     _, there = stamped(tier)
     asked = msgspec.structs.replace(look(prompt("bad", 4)), writers=True)
     assert there.find(b"one", asked) == wire.Hit(4, writers=(wire.WriterRun(4, "bad"),))
-    assert there.find(b"one", FORGET) == {"memory": 4, "disk:///d": 0}
+    assert there.find(b"one", FORGET) == wire.ForgetAnswer({"memory": 4, "disk:///d": 0})
     assert there.find(b"one", look(prompt("bad", 4))) == 0
 
 
@@ -141,7 +143,7 @@ def test_a_chunk_whose_writer_was_forgotten_during_its_load_is_not_served(tier: 
     forgotten = there.send(b"one", FORGET)
     there.settle()
     there.rest()
-    assert (there.answers[asked], there.answers[forgotten]) == (0, {"memory": 0, "disk:///d": 0})
+    assert (there.answers[asked], there.answers[forgotten]) == (0, wire.ForgetAnswer({"memory": 0, "disk:///d": 0}))
     assert there.find(b"one", look(prompt("bad", 4))) == 0
     there.assert_quiet()
 
@@ -150,7 +152,7 @@ def test_a_tier_that_cannot_forget_a_writer_says_so_and_serves_nothing_of_it(tie
     stamped(tier)
     there = new_host(tier)
     tier.inject(down=1)
-    assert "not forgotten" in there.find(b"one", FORGET)["disk:///d"]
+    assert "not forgotten" in there.find(b"one", FORGET).left["disk:///d"]
     tier.inject()
     assert there.find(b"one", look(prompt("bad", 4), "again")) == 0
     assert new_host(tier).find(b"one", look(prompt("bad", 4))) == 0, "it was removed before it was looked at"
@@ -178,7 +180,7 @@ def test_a_tenant_that_forgets_all_forgets_in_tiers_where_no_engine_is(tier: Mem
     assert host.find(b"one", store(chain)) is True
     assert len(tier.objects) == 3
     assert host.ask(b"one", wire.Unregister(1)) is None  # the engine stops; its chunks stay
-    assert host.find(b"one", wire.ForgetChunks()) == {"memory": 3, "disk:///d": 3}
+    assert host.find(b"one", wire.ForgetChunks()) == wire.ForgetAnswer({"memory": 3, "disk:///d": 3})
     assert not tier.objects
 
 

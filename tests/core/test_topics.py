@@ -44,7 +44,7 @@ def test_a_topic_is_there_while_an_engine_that_names_it_is_registered() -> None:
 
 
 @pytest.mark.parametrize(("reaches", "group"), [((0, 2), 0), ((2, 0, 0), 1), ((2, 1), None)])
-def test_a_topic_is_that_of_the_first_unbounded_group(reaches: tuple[int, ...], group: int | None) -> None:
+def test_a_topic_is_for_the_first_unbounded_group_of_a_model(reaches: tuple[int, ...], group: int | None) -> None:
     desk = Desk(settings=NAMED)
     desk.hello()
     for request in group_requests(reaches):

@@ -43,7 +43,7 @@ def test_every_list_adds_up_to_the_total_and_no_entry_falls_or_goes(
         before = [by_name(usages.by_tenant()), by_name(usages.by_model())]
         usages.count(tenant, model, asked, found, reused, is_known)
         known |= {(tenant, model)} if is_known else set()
-        total = usages.total.asked, usages.total.found, usages.total.reused
+        total = usages.tokens.asked, usages.tokens.found, usages.tokens.reused
         for was, shown in zip(before, (usages.by_tenant(), usages.by_model()), strict=True):
             assert sums(shown) == total
             now = by_name(shown)

@@ -76,7 +76,7 @@ def test_a_chunk_that_another_engine_has_replaced_is_said_to_be_its_own(desk: De
     assert found(desk, b"one", chain, writers=True) == (4, [(1, "first"), (2, "second"), (4, "first")])
 
 
-def test_of_chunks_with_too_many_writers_the_last_ones_have_none(desk: Desk) -> None:
+def test_a_lookup_names_the_writers_of_its_first_sixteen_runs_of_chunks(desk: Desk) -> None:
     for number in range(wire.MAX_WRITER_RUNS + 4):
         assert desk.ask((b"one", b"two")[number % 2], store(prompt("many", number + 1), first=number)) is True
     number, runs = found(desk, b"one", prompt("many", 40), writers=True)
@@ -187,7 +187,7 @@ def test_a_comparison_says_how_far_it_met_each_writer(desk: Desk) -> None:
 def test_what_one_writer_has_stored_can_be_forgotten(desk: Desk) -> None:
     assert desk.ask(b"two", store(prompt("p", 6), first=4, end=6)) is True
     assert desk.ask(b"two", store(prompt("q", 3))) is True
-    assert desk.ask(b"two", wire.ForgetChunks("m", writer="second")) == {"memory": 5}
+    assert desk.ask(b"two", wire.ForgetChunks("m", writer="second")) == wire.ForgetAnswer({"memory": 5})
     assert found(desk, b"one", prompt("p", 6)) == 4
     assert found(desk, b"one", prompt("q", 3)) == 0
 
@@ -221,7 +221,7 @@ def test_a_tenant_with_many_differences_takes_neither_the_list_nor_the_log_of_ot
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
-def test_a_limit_that_is_none_is_refused(desk: Desk, limit: float) -> None:
+def test_a_limit_of_differences_that_is_not_positive_is_refused(desk: Desk, limit: float) -> None:
     assert isinstance(desk.ask(b"two", wire.Compare(1, [shards(prompt("p", 4))], limit)), BadRequest)
 
 

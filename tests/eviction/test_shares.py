@@ -12,10 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvdepot.eviction import POLICIES, Victim
 from kvdepot.eviction.ages import Ages
-from kvdepot.eviction.shares import FairShare, ShareBounds, victim_for
+from kvdepot.eviction.shares import FairShare, victim_for
 
 NUMBERS = range(3)
 """Shares; the first is that of the rest, which has no bounds."""
+NONE = (0, 0, 1.0)
+"""Floor, cap and weight of a share without a quota."""
 
 
 class Item(Victim):
@@ -41,9 +43,11 @@ def size_of(item: Victim) -> int:
 class Space:
     """A space whose shares hold items, and nothing else that knows of shares."""
 
-    def __init__(self, capacity: int, bounds: list[ShareBounds], policy: str = "lru") -> None:
+    def __init__(self, capacity: int, bounds: list[tuple[int, int, float]], policy: str = "lru") -> None:
         self.capacity, self.bounds = capacity, bounds
-        self.shares = [FairShare(POLICIES[policy](), is_free, capacity, each) for each in bounds]
+        self.shares = [FairShare(POLICIES[policy](), is_free, capacity) for _ in bounds]
+        for share, each in zip(self.shares, bounds, strict=True):
+            share.set_bounds(*each)
         self.items: list[Item] = []
         self._names = 0
 
@@ -88,7 +92,7 @@ class ShareMachine(RuleBasedStateMachine):
 
     @initialize(capacity=st.integers(8, 40), policy=st.sampled_from(sorted(POLICIES)))
     def begin(self, capacity: int, policy: str) -> None:
-        self.space = Space(capacity, [ShareBounds()] * len(NUMBERS), policy)
+        self.space = Space(capacity, [NONE] * len(NUMBERS), policy)
         self.leaving: list[Item] = []
 
     @rule(number=st.sampled_from(NUMBERS), size=st.integers(1, 6))
@@ -96,7 +100,7 @@ class ShareMachine(RuleBasedStateMachine):
         space, share = self.space, self.space.shares[number]
         before = [space.used(each) for each in NUMBERS]
         is_stored = space.store(number, size)
-        floors = [bounds.floor for bounds in space.bounds]
+        floors = [floor for floor, *_ in space.bounds]
         for other in set(NUMBERS) - {number}:
             kept = space.used(other) - sum(item.size for item in self.leaving if item.share == other)
             took = space.used(other) < before[other]
@@ -139,15 +143,15 @@ class ShareMachine(RuleBasedStateMachine):
         weight=st.sampled_from([0.5, 4.0]),
     )
     def set_bounds(self, number: int, floor: int, cap: int, weight: float) -> None:
-        self.space.bounds[number] = ShareBounds(floor, max(cap, floor) if cap else 0, weight)
-        self.space.shares[number].set_bounds(self.space.bounds[number])
+        self.space.bounds[number] = floor, max(cap, floor) if cap else 0, weight
+        self.space.shares[number].set_bounds(*self.space.bounds[number])
 
     @invariant()
     def sums_agree(self) -> None:
         for number, share in enumerate(self.space.shares if hasattr(self, "space") else []):
             leaving = sum(item.size for item in self.leaving if item.share == number)
             assert (share.used, share.leaving) == (self.space.used(number), leaving)
-            assert share.spare == share.used - leaving - self.space.bounds[number].floor
+            assert share.spare == share.used - leaving - self.space.bounds[number][0]
 
 
 TestShares = ShareMachine.TestCase
@@ -166,12 +170,12 @@ TestShares.settings = settings(max_examples=80, stateful_step_count=50, deadline
 def test_shares_divide_what_is_above_the_floors_by_weight(
     policy: str, bounds: list[tuple[int, int, float]], used: list[int]
 ) -> None:
-    space = Space(100, [ShareBounds(*each) for each in bounds], policy)
+    space = Space(100, bounds, policy)
     assert space.fill(0, 1, 2) == used
 
 
 def test_unused_space_serves_others_until_its_share_wants_it() -> None:
-    space = Space(100, [ShareBounds(), ShareBounds(30), ShareBounds(10)])
+    space = Space(100, [NONE, (30, 0, 1.0), (10, 0, 1.0)])
     assert space.fill(1) == [0, 100, 0]
     assert space.fill(2) == [0, 60, 40]
     assert space.fill(0) == [20, 50, 30]
@@ -206,7 +210,7 @@ def test_each_entry_expires_once_and_when_its_present_limit_says(
 
 
 def test_an_entry_larger_than_its_share_has_above_its_floor_stays() -> None:
-    space = Space(6, [ShareBounds(), ShareBounds(5)])
+    space = Space(6, [NONE, (5, 0, 1.0)])
     assert space.store(1, 3) and space.store(1, 3)
     assert not space.store(0, 3)
     assert space.used(1) == 6
@@ -234,12 +238,12 @@ class Asked(FairShare):
 def test_a_share_gives_up_what_is_wanted_behind_the_depth_or_to_one_of_lower_level(
     by: int, depth: float | None, expected: list[list[float]]
 ) -> None:
-    shares = [Asked(POLICIES["lru"](), is_free, 100, ShareBounds()) for _ in range(3)]
+    shares = [Asked(POLICIES["lru"](), is_free, 100) for _ in range(3)]
     for share, used in zip(shares, (30, 50, 20), strict=True):
         share.charge(used)
     assert victim_for(shares[by], 5, shares, size_of, depth) is None
     assert [share.asked for share in shares] == expected
-    alone = Asked(POLICIES["lru"](), is_free, 100, ShareBounds())
+    alone = Asked(POLICIES["lru"](), is_free, 100)
     assert victim_for(alone, 5, [alone], size_of, depth) is None
     assert alone.asked == [inf if depth is None else depth]
 

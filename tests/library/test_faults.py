@@ -105,7 +105,7 @@ def test_a_sequence_forgotten_during_a_get_is_not_served(running: Running, start
         forgetting = client.ask(wire.ForgetChunks())
         eventually(lambda: ns.contains(random_tokens(COUNT, 1)) == 0)
         assert program.ask("resume") == [0, True]
-        assert forgetting.result(HANG_S)["memory"] == 6
+        assert forgetting.result(HANG_S)["removed"]["memory"] == 6
     assert at_rest(depot).used_bytes == 0
     assert put(ns, 1) == check(ns, 1) == COUNT
 

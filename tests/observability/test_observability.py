@@ -13,6 +13,7 @@ import pytest
 from deploy.observability import alerts, dashboard
 
 from kvdepot.metrics import BOUNDS_S, Latency
+from kvdepot.protocol.quotas import Quota
 from kvdepot.status import Histogram, NamespaceStatus, Saved, Status, TenantStatus, TierStatus, TokenCounts, Usage
 from tests.programs import module, run, tool
 
@@ -34,7 +35,7 @@ def full_status() -> Status:
         ],
         latencies=[Latency("Lookup", 1, 0, 0.1, [1] + [0] * len(BOUNDS_S))],
         namespaces=[NamespaceStatus("", "model", 1, 16, 1, 2, 1)],
-        tenants=[TenantStatus("", 2, 1, 0, 0, 1.0, 0, 0, 0)],
+        tenants=[TenantStatus("", 2, 1, Quota(), 0, 0)],
         tiers=[TierStatus("disk", "through", "up", 1, 2, 4, 0, 0, {}, free_bytes=9, histograms=[
             Histogram(f"{call}_{what}", "s", [1.0], [1, 0], 0.5)
             for call in ("load", "save") for what in ("seconds", "bytes_per_second")

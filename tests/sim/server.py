@@ -484,8 +484,8 @@ class Server(Checks, Harness):
         if forgot is not None and isinstance(value, KVDepotError):
             self.host.forgettings.all.remove(forgot)  # refused
             self._removing.remove(forgot)
-        if forgot is not None and isinstance(value, dict):
-            forgot.clean = all(isinstance(said, int) for said in value.values())
+        if forgot is not None and isinstance(value, wire.ForgetAnswer):
+            forgot.clean = not value.left
             self.world.counters["forgotten" if forgot.clean else "forgotten_with_errors"] += 1
 
     def _tick(self) -> None:

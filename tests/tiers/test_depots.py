@@ -100,7 +100,7 @@ def test_what_a_writer_stored_is_forgotten_after_a_kill_and_where_only_a_tier_ha
     with engine(one) as reader:
         eventually(lambda: tier(one)["state"] == "up")
         assert one.status()["chunks"] == 2 * CHUNKS
-        assert reader.worker.client.ask(bad).result(HANG_S)["memory"] == CHUNKS, "the records name it"
+        assert reader.worker.client.ask(bad).result(HANG_S)["removed"]["memory"] == CHUNKS, "the records name it"
         assert [reader.hits([1], CHUNKS), reader.hits([2], CHUNKS)] == [0, CHUNKS]
     with engine(one, writer="bad") as here:
         assert here.store(3, CHUNKS)
@@ -111,7 +111,7 @@ def test_what_a_writer_stored_is_forgotten_after_a_kill_and_where_only_a_tier_ha
     with engine(two, seed=1) as reader:
         eventually(lambda: tier(two)["state"] == "up")
         assert reader.hits([3], CHUNKS) == CHUNKS
-        assert reader.worker.client.ask(bad).result(HANG_S)["memory"] == CHUNKS, "the tier names it"
+        assert reader.worker.client.ask(bad).result(HANG_S)["removed"]["memory"] == CHUNKS, "the tier names it"
         assert [reader.hits([1, 3], CHUNKS), reader.hits([2], CHUNKS)] == [0, CHUNKS]
     kill(two)
     three = start_depot("--tiers", url)

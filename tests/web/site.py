@@ -19,6 +19,7 @@ from kvdepot.metrics import BOUNDS_S, Event, Latency
 from kvdepot.protocol.counters import losses
 from kvdepot.protocol.health import judge
 from kvdepot.protocol.leases import NORMAL
+from kvdepot.protocol.quotas import Quota
 from kvdepot.protocol.status import Histogram, TokenCounts, Usage
 from kvdepot.status import Engine, NamespaceStatus, Saved, Status, TenantStatus, TierStatus
 from kvdepot.web.app import StatusNow
@@ -204,8 +205,8 @@ def example_status(wall_s: float = 0.0) -> Status:
         ],
         lease_count=2,
         tenants=[
-            TenantStatus("", int(225.5 * GIB), 28_854, 0, 0, 1.0, 0, 10_012, 0),
-            TenantStatus("research", int(15.8 * GIB), 2_628, 8 * GIB, 16 * GIB, 2.0, 86_400, 3_411, 12),
+            TenantStatus("", int(225.5 * GIB), 28_854, Quota(), 10_012, 0),
+            TenantStatus("research", int(15.8 * GIB), 2_628, Quota(8 * GIB, 16 * GIB, 2.0, 86_400), 3_411, 12),
         ],
         tiers=[
             TierStatus("disk", "through", "up", 201_882, int(1.43 * 1024 * GIB), 2048 * GIB, 3 * 2**20, 2,
@@ -264,10 +265,10 @@ def example_history(now: float, seconds: int = 900) -> dict[str, Any]:
             "found_tokens": rising(last.tokens.found, [0.76 * each for each in asked]),
             "reused_tokens": rising(last.tokens.reused, [0.613 * each for each in asked]),
             "saved_requests": rising(64_210, [0.4] * seconds),
-            "saved_prefill_s": rising(last.saved.prefill_s, noisy(0.26, 0.08, 0.01)),
+            "saved_prefill_seconds": rising(last.saved.prefill_s, noisy(0.26, 0.08, 0.01)),
             "stored_bytes": rising(last.stored_bytes, noisy(1.9e9, 0.8e9, 0.12e9)),
             "retrieved_bytes": rising(last.retrieved_bytes, noisy(6.3e9, 2.2e9, 0.3e9)),
-            "used_bytes": [min(232 + i / 85, 241.3) * GIB for i in range(seconds)],
+            "memory_used_bytes": [min(232 + i / 85, 241.3) * GIB for i in range(seconds)],
             "tier_bytes.disk": [(1459 + i / 160) * GIB for i in range(seconds)],
             "tier_bytes.s3": [(4912 + i / 300) * GIB for i in range(seconds)],
             "evicted_chunks": rising(182_944, noisy(21, 11, 2)),

@@ -202,7 +202,7 @@ def test_a_token_file_that_cannot_be_used_is_a_wrong_setting(
 
 
 @pytest.mark.parametrize("left", ["", "x", "link"])
-def test_what_lies_in_the_tokens_place_and_is_none_is_replaced_or_refused(tmp_path: Path, left: str) -> None:
+def test_an_invalid_token_file_is_refused_and_a_link_or_empty_one_replaced(tmp_path: Path, left: str) -> None:
     config = load(flags={"url": f"ipc://{tmp_path}/depot.sock"}, environ={})
     path = token_path(config)
     if left == "link":

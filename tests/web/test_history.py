@@ -37,9 +37,14 @@ def test_a_point_has_counters_and_the_percentiles_since_the_one_before() -> None
                TierStatus("redis://h", "through", "up", 1, None, None, 0, 0, {})],
     )  # fmt: skip
     point = measure(before, now, 8.0)
-    assert (point["time_s"], point["stored_bytes"], point["retrieved_bytes"], point["used_bytes"]) == (8, 5000, 200, 42)
+    assert (point["time_s"], point["stored_bytes"], point["retrieved_bytes"], point["memory_used_bytes"]) == (
+        8,
+        5000,
+        200,
+        42,
+    )
     assert [point[f"{name}_tokens"] for name in ("asked", "found", "reused")] == [2048, 1024, 512]
-    assert (point["saved_prefill_s"], point["saved_requests"]) == (1.5, 3)
+    assert (point["saved_prefill_seconds"], point["saved_requests"]) == (1.5, 3)
     assert (point["evicted_chunks"], point["dropped_chunks"], point["expired_chunks"]) == (7, 4, 0)
     assert "lookups" not in point, "no chart shows it"
     assert point["tier_bytes.disk:///kv"] == 77 and "tier_bytes.redis://h" not in point
@@ -60,18 +65,18 @@ def test_an_increase_is_of_the_last_seconds_and_of_one_boot() -> None:
     assert history.increase("dropped_chunks", 300.0) == 0
 
 
-def test_times_rise_also_where_the_clock_is_set_back() -> None:
+def test_points_after_a_clock_that_was_set_back_are_removed() -> None:
     history = History()
     for second in (*range(100, 200), *range(150, 170)):
         history.add(float(second), status(used_bytes=second))
     series = history.series()
     assert series.times_s == [float(second) for second in range(100, 170)]
-    assert series.series["used_bytes"] == series.times_s
-    assert history.latest()["used_bytes"] == 169
+    assert series.series["memory_used_bytes"] == series.times_s
+    assert history.latest()["memory_used_bytes"] == 169
 
 
 @pytest.mark.parametrize("count", [0, 123_456_789_123])
-def test_a_quarter_of_an_hour_is_kept_by_the_second_and_hours_by_ten_seconds(count: int) -> None:
+def test_history_keeps_15_minutes_by_the_second_and_hours_by_ten_seconds(count: int) -> None:
     history, now = History(), status()
     for second in range(24_000):
         history.add(float(second), replace(now, tokens=TokenCounts(count + second)))

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from kvdepot.metrics import Event
-from kvdepot.status import Engine, NamespaceStatus
+from kvdepot.protocol.figures import figures
+from kvdepot.status import Engine, NamespaceStatus, Status
 from tests.conftest import HANG_S, eventually
 from tests.programs import missing, module
 from tests.web.browser import chromium, executable
@@ -121,6 +122,15 @@ def test_names_that_look_like_markup_are_text(site: Site, open_page: OpenPage) -
     page = open_page()
     assert rows(page, "namespaces")[0][0] == f"{evil}: {evil}"
     assert page.locator("#engines img, #namespaces img, #events img").count() == 0
+
+
+def test_each_gauge_of_the_status_is_shown_with_its_meaning(open_page: OpenPage) -> None:
+    page = open_page()
+    open_part(page, "detail")
+    shown = rows(page, "figures")
+    assert ["Bytes of the arena that hold chunks.", "241 GiB"] in shown
+    assert {each.meaning for each in figures(Status) if each.kind != "counter"} == {meaning for meaning, _ in shown}
+    assert "Prefill time that a request saved, if any." in [row[0] for row in rows(page, "histograms")]
 
 
 # -- when things go wrong
@@ -345,7 +355,7 @@ def test_a_lease_is_ended_from_its_row_and_its_chunks_stay(operated: Site, open_
 # -- with a real server
 
 
-def test_what_the_page_shows_is_what_a_real_server_says(start_web: StartWeb, open_page: OpenPage) -> None:
+def test_the_page_shows_the_status_of_a_real_server(start_web: StartWeb, open_page: OpenPage) -> None:
     from kvdepot.adapters import LoadStoreOp
     from tests.client.engine import Engine as RealEngine
 

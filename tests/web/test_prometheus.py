@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from kvdepot.protocol.counters import SERVER, refusal
 from kvdepot.protocol.metrics import ENGINES
+from kvdepot.protocol.quotas import Quota
 from kvdepot.status import OTHERS, Histogram, NamespaceStatus, Status, TenantStatus, TierStatus, TokenCounts, Usage
 from kvdepot.web.prometheus import families
 from tests.web.site import empty_status
@@ -62,9 +63,9 @@ def test_a_histogram_has_its_buckets_added_up_and_those_of_tiers_are_one_family(
 
 def test_salts_have_a_label_and_bytes_on_disk_need_a_disk() -> None:
     tenants = [
-        TenantStatus("", 5, 1, 0, 0, 1.0, 0, 2, 0),
-        TenantStatus("blue", 7, 1, 3, 9, 2.0, 60, 4, 6, 11, 12, 13),
-        TenantStatus("blue", 8, 1, 3, 9, 2.0, 60, 4, 6, 21, 22, 0, "5a17"),
+        TenantStatus("", 5, 1, Quota(), 2, 0),
+        TenantStatus("blue", 7, 1, Quota(3, 19, 2.0, 60, 12, 13), 4, 6, 11),
+        TenantStatus("blue", 8, 1, Quota(3, 19, 2.0, 60, 22, 0), 4, 6, 21, "5a17"),
     ]
     found: dict[str, dict[tuple[str, str], float]] = {}
     for family in families(replace(empty_status(), tenants=tenants)):
@@ -76,10 +77,6 @@ def test_salts_have_a_label_and_bytes_on_disk_need_a_disk() -> None:
     assert found["disk_bytes"] == {("blue", ""): 11, ("blue", "5a17"): 21}
     assert found["disk_floor_bytes"] == {("blue", ""): 12, ("blue", "5a17"): 22}
     assert found["disk_cap_bytes"] == {("blue", ""): 13, ("blue", "5a17"): 0}
-
-
-def test_engines_that_neither_store_nor_load_are_counted() -> None:
-    assert values(replace(empty_status(), faulty_engines=2), "faulty_engines") == {"": 2}
 
 
 def test_every_counter_is_there_before_it_counts() -> None:

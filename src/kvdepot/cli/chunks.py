@@ -88,10 +88,15 @@ def forget(model: str, salt: str, everything: bool, consent: options.Consent, se
         update(f"forgetting {model or 'all models'}", 0, 0)
         if consent.yes:  # else the preview has warned
             _warn_if_unknown(client, model)
-        removed = admin.forget(client, model, salt)
-    lines = [f"{place}: {plural(n, 'chunk') if isinstance(n, int) else n}" for place, n in removed.items()]
-    show(consent.as_json, removed, *lines)
-    return 1 if admin.not_forgotten(removed) else 0
+        forgot = admin.forget(client, model, salt)
+    done = [f"{place}: {plural(chunks, 'chunk')}" for place, chunks in forgot.removed.items()]
+    show(
+        consent.as_json,
+        {**forgot.removed, **forgot.left},
+        *done,
+        *(f"{place}: {why}" for place, why in forgot.left.items()),
+    )
+    return 1 if forgot.left else 0
 
 
 def _warn_if_unknown(client: Client, model: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from typing import Any, get_type_hints
 
 import click
 import msgspec
@@ -16,19 +17,23 @@ from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.quotas import Quota, fault_of, name_of, shown_tag
 from kvdepot.values import size
 
-_size = partial(click.option, metavar="SIZE", type=options.size)
-"""An option for a number of bytes, which goes by the name of its field in Quota."""
+
+def _limits(command: Callable[..., int]) -> Callable[..., int]:
+    """An option for each field of a quota, passed on under the field's name."""
+    for name, hint in reversed(get_type_hints(Quota, include_extras=True).items()):
+        about = hint.__metadata__[0].description
+        types: dict[str, Any] = {"weight": float, "ttl_s": click.IntRange(0)}
+        command = click.option(
+            f"--{name.removesuffix('_bytes').replace('_', '-')}", name, type=types.get(name, options.size),
+            metavar="N" if name in types else "SIZE", help=f"{about[0].lower()}{about[1:].rstrip('.')}",
+        )(command)  # fmt: skip
+    return command
 
 
 @click.command()
 @click.argument("tenant", metavar="[TENANT]", required=False, default="")
 @click.option("--salt", default="", metavar="TEXT", help="not the tenant, but its requests with this cache_salt")
-@_size("--floor", "floor_bytes", help="memory guaranteed to it, such as 4GiB")
-@_size("--cap", "cap_bytes", help="most memory it can use; 0: no cap")
-@_size("--disk-floor", "disk_floor_bytes", help="the same as --floor, in each tier disk://")
-@_size("--disk-cap", "disk_cap_bytes", help="the same as --cap, in each tier disk://")
-@click.option("--weight", type=float, metavar="N", help="its share of the memory above all floors (default: 1)")
-@click.option("--ttl-s", type=click.IntRange(0), metavar="N", help="seconds after which its chunks expire; 0: no limit")
+@_limits
 @click.option("--remove", is_flag=True, help="end its quota: it shares memory with all tenants that have none")
 @options.destructive
 @options.server
@@ -54,11 +59,13 @@ def quota(
         status = admin.status(client)
         rows = {(each.tenant, each.salt): each for each in status.tenants}
         now = rows[asked].quota if asked in rows else Quota()
-        new = None if remove else msgspec.structs.replace(now, **changes)
-        if new is not None and changes:
-            others = [(each.tenant, each.quota) for who, each in rows.items() if who not in (asked, ("", ""))]
-            if fault := fault_of([(name, new), *others], status.capacity_bytes):
-                raise ConfigError(fault)
+        try:
+            new = None if remove else msgspec.structs.replace(now, **changes)
+        except ValueError as exc:
+            raise ConfigError(f"quota of {name}: {exc}") from exc
+        others = [each.quota for who, each in rows.items() if who not in (asked, ("", ""))]
+        if new is not None and changes and (fault := fault_of([new, *others], status.capacity_bytes)):
+            raise ConfigError(fault)
         if changes or remove:
             whole = rows[tenant, ""].quota if salt and (tenant, "") in rows else Quota()
             losses = _losses(name, now, new) if new is not None else _losses(name, Quota(), whole)
@@ -78,7 +85,8 @@ def quota(
 
 
 def _losses(name: str, now: Quota, new: Quota) -> list[str]:
-    """Chunks that the quota `new` in place of `now` may remove: above a lower cap, or older than a shorter expiry."""
+    """Sentences about chunks that the quota `new` may remove: those above a lower cap, or older than a shorter expiry.
+    now: the quota before it."""
     caps = ("memory", now.cap_bytes, new.cap_bytes), ("each tier disk://", now.disk_cap_bytes, new.disk_cap_bytes)
     lost = [
         f"{where}: what {name} has above {size(cap)} would be evicted"

@@ -266,11 +266,11 @@ def tenants(shown: Sequence[TenantStatus]) -> Listing:
     rows = [
         (
             f"{tenant.tenant} salt {tenant.salt}".lstrip() if tenant.salt else tenant.tenant or "(others)",
-            size(tenant.used_bytes), size(tenant.floor_bytes),
-            size(tenant.cap_bytes) if tenant.cap_bytes else "-", f"{tenant.weight:g}",
-            duration(tenant.ttl_s) if tenant.ttl_s else "-", count(tenant.evicted_chunks), count(tenant.capped_chunks),
+            size(tenant.used_bytes), size(quota.floor_bytes),
+            size(quota.cap_bytes) if quota.cap_bytes else "-", f"{quota.weight:g}",
+            duration(quota.ttl_s) if quota.ttl_s else "-", count(tenant.evicted_chunks), count(tenant.capped_chunks),
         )
-        for tenant in shown
+        for tenant, quota in ((each, each.quota) for each in shown)
     ]  # fmt: skip
     heads = ("tenants", ">bytes", ">floor", ">cap", ">weight", ">expiry", ">evicted", ">over cap")
     return Listing(heads, rows)

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -216,17 +216,9 @@ def unknown_model(client: Client, model: str) -> str:
     return f"no model of this server has a name that begins with {model!r}; models: {', '.join(names) or 'none'}"
 
 
-def forget(client: Client, model: str, salt: str, timeout_s: float = ANSWER_S) -> dict[str, int | str]:
-    """Remove the chunks of models whose names begin with `model`, and of one salt (empty: all), from memory and tiers.
-
-    Returns by place (memory or a tier) the number of chunks removed, or what went wrong.
-    """
-    return answer(client, wire.ForgetChunks(model, salt_tag(salt)), dict[str, int | str], timeout_s)
-
-
-def not_forgotten(said: Mapping[str, object]) -> list[str]:
-    """Sentences from a result of `forget`: where chunks may remain, and why."""
-    return [f"{place}: {what}" for place, what in said.items() if not isinstance(what, int)]
+def forget(client: Client, model: str, salt: str, timeout_s: float = ANSWER_S) -> wire.ForgetAnswer:
+    """Remove chunks of models whose names begin with `model`, and of one salt (empty: all), from memory and tiers."""
+    return answer(client, wire.ForgetChunks(model, salt_tag(salt)), wire.ForgetAnswer, timeout_s)
 
 
 def status(client: Client, timeout_s: float = ANSWER_S) -> Status:
@@ -244,9 +236,9 @@ def set_quota(client: Client, tenant: str, quota: Quota | None, salt: str = "") 
 def reset(client: Client, model: str, timeout_s: float = ANSWER_S) -> bool:
     """Forget all chunks of a model. False, with a warning, if some may remain; raises nothing."""
     try:
-        left = not_forgotten(forget(client, model, "", timeout_s))
+        left = forget(client, model, "", timeout_s).left
     except KVDepotError as exc:
-        left = [f"kvdepot: {exc}"]
-    for what in left:
-        log.warning("chunks of %s may remain stored: %s", model, what)
+        left = {"kvdepot": str(exc)}
+    for place, why in left.items():
+        log.warning("chunks of %s may remain stored: %s: %s", model, place, why)
     return not left

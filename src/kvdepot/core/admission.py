@@ -46,13 +46,18 @@ def check_hashes(hashes: bytes) -> None:
         raise BadRequest(f"{len(hashes)} bytes are not a list of {HASH_BYTES}-byte hashes")
 
 
-def check_lookup(request: wire.Lookup) -> None:
-    """Raise BadRequest unless a lookup is within bounds, and its tails follow its chunks."""
-    if request.hashes or not request.tails:
+def check_prompt(name: str, request: wire.Lookup | wire.TakeLease | wire.Drop) -> None:
+    """Raise BadRequest unless a prompt is within bounds. name: of the request, or of the lease."""
+    if request.hashes or not getattr(request, "tails", ()):
         check_hashes(request.hashes)
-    check_names(request.request, request.model)
+    check_names(name, request.model)
     check_salt(request.salt)
     check_chunk_tokens(request.chunk_tokens)
+
+
+def check_lookup(request: wire.Lookup) -> None:
+    """Raise BadRequest unless a lookup is within bounds, and its tails follow its chunks."""
+    check_prompt(request.request, request)
     if not 0.0 <= request.speed < float("inf"):
         raise BadRequest(f"{request.speed} tokens per second")
     if not 0 <= request.own <= len(request.hashes) // HASH_BYTES:

@@ -28,9 +28,9 @@ _LISTS = wire.GetStatus, wire.ListLeases, wire.Inspect, wire.Why
 _STATUS_COST = 4
 """A status, which lists all models, engines and tiers, counts as this many requests against `max_rate`."""
 _MOST_COST = 4
-"""A list counts as more requests the more it has to look at, but at most as this part of `max_rate`."""
+"""A list counts for more requests the more it has to look at, but at most for `max_rate` divided by this."""
 _LEASES = 100
-"""A list of leases, for which all are compared, counts as one more request for every this many leases."""
+"""A list of leases compares all of them, so it counts for one more request for each this many leases."""
 _MOST_CHALLENGES = 1024
 """Most clients between Hello and Prove; beyond that, the oldest handshake is dropped."""
 _UNIT_BYTES = 4096
@@ -120,7 +120,7 @@ class Connections:
         return self._depot.handle(identity, number, request, now)
 
     def _cost(self, request: wire.GetStatus | wire.ListLeases | wire.Inspect | wire.Why) -> int:
-        """As how many requests it counts beyond the first: at most a part of a second's, so that it can be asked."""
+        """The number of requests that a list counts for beyond the first; never so many that nobody can ask for it."""
         most = self._config.max_rate // _MOST_COST
         more = len(self._depot.leases) // _LEASES if isinstance(request, wire.ListLeases) else 0
         if isinstance(request, wire.Inspect):

@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 from kvdepot.config import Config
 from kvdepot.core.actions import Action, Reply
-from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt
+from kvdepot.core.admission import check_names, check_prompt, check_salt
 from kvdepot.core.clients import Client
 from kvdepot.core.index import states
 from kvdepot.core.index.chunk import Namespace, Scope, is_evictable, is_there
@@ -58,12 +58,12 @@ Work: TypeAlias = Generator[bool, None, int]
 
 
 class _Outcome(Enum):
-    """The outcome for the last chunk of a drop."""
+    """The fate of a chunk that a drop names."""
 
-    REMOVED = "from memory"
-    ABSENT = "it was not in memory"
-    STAYS = "it is held, or another prompt's chunk follows it"
-    BEING_SAVED = "it can be removed once a tier has it"
+    REMOVED = "removed from memory"
+    ABSENT = "not in memory"
+    STAYS = "held, or followed by a chunk of another prompt"
+    BEING_SAVED = "removed once a tier has saved it"
 
 
 @dataclass(slots=True, eq=False)
@@ -181,10 +181,7 @@ class Removals:
 
     def drop(self, client: Client, number: bytes, request: wire.Drop, now: float) -> list[Action]:
         """Drop a prompt's chunks; replies with the number of those removed from memory. Raises BadRequest or Busy."""
-        check_hashes(request.hashes)
-        check_names("", request.model)
-        check_salt(request.salt)
-        check_chunk_tokens(request.chunk_tokens)
+        check_prompt("", request)
         if request.keep < 0:
             raise BadRequest(f"keep is {request.keep}")
         self.refuse_drops()
@@ -346,11 +343,10 @@ def _count(namespaces: list[Namespace], salt: bytes | None) -> Generator[bool, N
     return wire.ChunkTotal(chunks, size)
 
 
-def _answer(forgetting: Forgetting) -> dict[str, int | str]:
-    """The reply to a Forget; see wire.ForgetChunks."""
-    answer: dict[str, int | str] = {"memory": forgetting.chunks or 0}
-    for tier, objects in forgetting.objects.items():
-        answer[tier] = f"not forgotten: {objects.reason}" if isinstance(objects, NotForgotten) else objects
+def _answer(forgetting: Forgetting) -> wire.ForgetAnswer:
+    failed = {tier: what for tier, what in forgetting.objects.items() if isinstance(what, NotForgotten)}
+    removed = {tier: what for tier, what in forgetting.objects.items() if isinstance(what, int)}
+    left = {tier: f"not forgotten: {what.reason}" for tier, what in failed.items()}
     if trouble := forgetting.trouble():
-        answer["error"] = trouble
-    return answer
+        left["error"] = trouble
+    return wire.ForgetAnswer({"memory": forgetting.chunks or 0, **removed}, left)

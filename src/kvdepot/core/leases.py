@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvdepot.core.admission import check_chunk_tokens, check_hashes, check_names, check_salt
+from kvdepot.core.admission import check_prompt
 from kvdepot.core.index.chunk import Account, Chunk, Namespace, Pin, is_forgotten
 from kvdepot.core.index.index import Index
 from kvdepot.core.index.matching import match_prompt
@@ -70,7 +70,6 @@ class Lease:
 
     @property
     def holds(self) -> bool:
-        """Whether its kind holds chunks."""
         return self.request.kind != "expire"
 
     @property
@@ -118,10 +117,7 @@ class Leases:
         Raises BadRequest or Busy.
         """
         self.now = now
-        check_hashes(request.hashes)
-        check_names(request.name, request.model)
-        check_salt(request.salt)
-        check_chunk_tokens(request.chunk_tokens)
+        check_prompt(request.name, request)
         if request.kind not in KINDS:
             raise BadRequest(f"a lease of kind {request.kind[:80]!r}; kinds are {', '.join(KINDS)}")
         if not 0 <= request.priority <= MOST_PRIORITY:
@@ -130,12 +126,12 @@ class Leases:
             raise BadRequest(f"a lease of {request.ttl_s} s; the limit is {_MOST_TTL_S} s")
         if request.kind == "expire" and not request.ttl_s:
             raise BadRequest("a lease of kind expire needs ttl_s")
-        self._refuse_many(tenant, request)
+        self._refuse_beyond_most(tenant, request)
         ends = now + request.ttl_s if request.ttl_s else _NEVER
         bare = msgspec.structs.replace(request, hashes=b"")
         return Lease(tenant, bare, ends, next(self._numbers), request.hashes, tenant_salt(tenant, request.salt))
 
-    def _refuse_many(self, tenant: str, request: wire.TakeLease) -> None:
+    def _refuse_beyond_most(self, tenant: str, request: wire.TakeLease) -> None:
         if self._count >= MOST_LEASES and self._find(tenant, request.name) is None:
             self._refuse(f"there are {self._count} leases, the limit of one server")
 
@@ -149,7 +145,7 @@ class Leases:
         Raises Busy, counted, if it does not fit, BadRequest if the chunks have several salts, and then changes nothing.
         """
         old = self._find(lease.tenant, lease.request.name)
-        self._refuse_many(lease.tenant, lease.request)
+        self._refuse_beyond_most(lease.tenant, lease.request)
         chunks = len(lease.hashes) // HASH_BYTES
         spare = MOST_HASHES - self._hashes + (0 if old is None else len(old.hashes) // HASH_BYTES)
         grows = matched < chunks and lease.holds
@@ -212,8 +208,8 @@ class Leases:
         return own <= accounts.lease_budget(account) and above <= accounts.above_floors // 2
 
     def _make_room(self, lease: Lease, size: int, old: Lease | None = None) -> bool:
-        """End leases of its tenant and account until `size` bytes more fit, besides what `old` gives up; if none do,
-        end none."""
+        """End leases of the tenant and account of this one until `size` bytes more fit, counting what `old` gives up;
+        if ending all of them is not enough, end none."""
         account = self._account(lease)
         free = old.held if old is not None and self._account(old) is account else 0
         if not size or self._fits(account, size - free):

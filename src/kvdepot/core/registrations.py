@@ -62,7 +62,10 @@ class Registrations:
                 raise BadRequest(f"blocks_in_chunk is {request.blocks_in_chunk}")
         check_groups(request)
         check_topic(request.topic)
-        self._check_registrations(client, request)
+        there = len(client.instances.keys() - {request.instance})
+        if there >= self._config.max_instances:
+            self._counters["registrations_refused"] += 1
+            raise Busy(f"{there} registrations of KV tensors, the limit set by max_instances")
         instance = Instance(
             request.instance, request.layout, client.tenant, request.group, request.groups, request.chunk_tokens,
             request.topic, request.writer, request.fault[: wire.MAX_ERROR],
@@ -87,13 +90,6 @@ class Registrations:
                     f"rank {request.rank} has KV cache groups with reaches {mine}; another rank of {request.model} "
                     f"registered {theirs}"
                 )
-
-    def _check_registrations(self, client: Client, request: wire.Register) -> None:
-        """Raise Busy if a client has too many registrations."""
-        there = len(client.instances.keys() - {request.instance})
-        if there >= self._config.max_instances:
-            self._counters["registrations_refused"] += 1
-            raise Busy(f"{there} registrations of KV tensors, the limit set by max_instances")
 
     def unregister(self, client: Client, number: int) -> None:
         """Remove a registration, if there is one. Operations that have begun go on."""

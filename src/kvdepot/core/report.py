@@ -7,13 +7,14 @@ nothing. Invariant: a status takes a time that does not grow with the number of 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvdepot import __version__
 from kvdepot.core.index.chunk import Account, Namespace
 from kvdepot.protocol.counters import SERVER, Counters
-from kvdepot.protocol.metrics import Journal, Latencies
+from kvdepot.protocol.metrics import Event, Latencies
 from kvdepot.protocol.quotas import shown_tag
 from kvdepot.protocol.status import (
     MOST_NAME,
@@ -24,6 +25,7 @@ from kvdepot.protocol.status import (
     TenantStatus,
     TierStatus,
     Usage,
+    added_up,
 )
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,9 @@ SHOWN = 80
 """Most characters of a model's name in the journal."""
 _NAMESPACES = 100
 """Most namespaces in a status (the largest ones), so that it stays small; the others are summed in one entry."""
+_MOST_EVENTS = 100
+_MOST_TEXT = 200
+"""Most characters of an event."""
 _QUIET_S = 60.0
 """Minimum time between two journal entries for the same counter."""
 
@@ -56,7 +61,7 @@ class Report:
     """The journal and the latencies of one depot, and what its server says of itself."""
 
     def __init__(self, server: ServerFacts) -> None:
-        self.journal = Journal()
+        self.events: deque[Event] = deque(maxlen=_MOST_EVENTS)  # the journal, oldest first
         self.latencies = Latencies()
         self.server = server
         self.wall = 0  # seconds since 1970, as of the last tick
@@ -67,7 +72,8 @@ class Report:
         self._corrupt = 0  # corrupt chunks when last logged
 
     def note(self, kind: str, text: str) -> None:
-        self.journal.note(self.wall, kind, text)
+        """Add an event to the journal, in place of the oldest if there are too many."""
+        self.events.append(Event(self.wall, kind, text[:_MOST_TEXT]))
 
     def reach(self, obstacle: str, where: str = "") -> None:
         """Called once a second. obstacle: why no new client can find this server; empty: clients can.
@@ -101,79 +107,51 @@ class Report:
     def fill(self, status: Status, tenant: str, now: float) -> None:
         """Fill in what a tenant's client may see of the server; empty: all."""
         server = self.server
-        status.version = __version__
-        status.boot = server.boot.hex()
-        status.pid = server.pid
-        status.host = server.host
+        for name in ("pid", "host", "http", "http_failure", "unreachable"):
+            setattr(status, name, getattr(server, name))
+        status.version, status.boot = __version__, server.boot.hex()
         status.wall_s = self.wall
         status.uptime_s = now - self._began if self._began is not None else 0.0
-        status.http = server.http
-        status.http_failure = server.http_failure
-        status.unreachable = server.unreachable
         status.settings = {} if tenant else server.settings
         status.latencies = self.latencies.figures()
-        status.events = [] if tenant else self.journal.events()
+        status.events = [] if tenant else list(self.events)
 
 
 def fill_namespaces(status: Status, namespaces: Sequence[Namespace]) -> None:
     """Fill in one entry per model, the largest ones, and the sum of the others. namespaces: their first KV cache
     groups. The largest namespace of a model shows the tokens that `model_usage` has of it."""
-    sizes = sorted(((_bytes(each), each) for each in namespaces), key=lambda item: -item[0])
     usages = {(each.tenant, each.model): each for each in status.model_usage}
-    status.namespace_count = len(namespaces)
-    status.cached_tokens = sum(_chunks(each) * each.chunk_tokens for each in namespaces)
-    for size, namespace in sizes[:_NAMESPACES]:
-        usage = usages.pop((namespace.tenant, namespace.model[:MOST_NAME]), Usage(""))
-        status.namespaces.append(
-            NamespaceStatus(
-                tenant=namespace.tenant,
-                model=namespace.model[:MOST_NAME],
-                world_size=namespace.world_size,
-                blocks_in_chunk=namespace.blocks_in_chunk,
-                chunk_tokens=namespace.chunk_tokens,
-                groups=[GroupStatus(group.reach, len(group.chunks), group.bytes) for group in namespace.groups],
-                chunks=_chunks(namespace),
-                bytes=size,
-                engines=_live(namespace),
-                lookup_chunks=namespace.lookup_chunks,
-                hit_chunks=namespace.hit_chunks,
-                asked_tokens=usage.asked_tokens,
-                found_tokens=usage.found_tokens,
-                reused_tokens=usage.reused_tokens,
-                answers=usage.answers,
-            )
-        )
-    rest = sizes[_NAMESPACES:]
-    if rest or usages:
-        status.other_namespaces = NamespaceStatus(
-            tenant=OTHERS,
-            model=OTHERS,
-            world_size=0,
-            blocks_in_chunk=0,
-            chunks=sum(_chunks(each) for _, each in rest),
-            bytes=sum(size for size, _ in rest),
-            engines=sum(_live(each) for _, each in rest),
-            lookup_chunks=sum(each.lookup_chunks for _, each in rest),
-            hit_chunks=sum(each.hit_chunks for _, each in rest),
-            asked_tokens=sum(each.asked_tokens for each in usages.values()),
-            found_tokens=sum(each.found_tokens for each in usages.values()),
-            reused_tokens=sum(each.reused_tokens for each in usages.values()),
-        )
+    largest = sorted(namespaces, key=lambda first: -sum(group.bytes for group in first.groups))
+    entries = [_entry(each, usages.pop((each.tenant, each.model[:MOST_NAME]), Usage(""))) for each in largest]
+    status.namespaces, rest = entries[:_NAMESPACES], entries[_NAMESPACES:]
+    status.namespace_count = len(entries)
+    status.cached_tokens = sum(each.chunks * each.chunk_tokens for each in entries)
+    for each in usages.values():  # of models without a namespace
+        tokens = each.asked_tokens, each.found_tokens, each.reused_tokens
+        rest.append(NamespaceStatus("", "", 0, 0, 0, 0, 0, 0, 0, 0, [], *tokens))
+    if rest:
+        facts = {"tenant": OTHERS, "model": OTHERS, "world_size": 0, "blocks_in_chunk": 0, "chunk_tokens": 0}
+        status.other_namespaces = added_up(rest, **facts, groups=[], answers=None)
 
 
-def _bytes(namespace: Namespace) -> int:
-    """The bytes of a model, given its first KV cache group."""
-    return sum(group.bytes for group in namespace.groups)
-
-
-def _live(namespace: Namespace) -> int:
-    """The registered instances of a model, given its first KV cache group."""
-    return max(group.live for group in namespace.groups)
-
-
-def _chunks(namespace: Namespace) -> int:
-    """The number of chunks of a model, given its first KV cache group: of the group that has most of them."""
-    return max(len(group.chunks) for group in namespace.groups)
+def _entry(first: Namespace, usage: Usage) -> NamespaceStatus:
+    return NamespaceStatus(
+        tenant=first.tenant,
+        model=first.model[:MOST_NAME],
+        world_size=first.world_size,
+        blocks_in_chunk=first.blocks_in_chunk,
+        chunk_tokens=first.chunk_tokens,
+        groups=[GroupStatus(group.reach, len(group.chunks), group.bytes) for group in first.groups],
+        chunks=max(len(group.chunks) for group in first.groups),
+        bytes=sum(group.bytes for group in first.groups),
+        engines=max(group.live for group in first.groups),
+        lookup_chunks=first.lookup_chunks,
+        hit_chunks=first.hit_chunks,
+        asked_tokens=usage.asked_tokens,
+        found_tokens=usage.found_tokens,
+        reused_tokens=usage.reused_tokens,
+        answers=usage.answers,
+    )
 
 
 def tenant_figures(
@@ -188,15 +166,10 @@ def tenant_figures(
             tenant=account.tenant,
             used_bytes=account.used,
             chunks=account.chunks,
-            floor_bytes=account.quota.floor_bytes,
-            cap_bytes=account.quota.cap_bytes,
-            weight=account.quota.weight,
-            ttl_s=account.quota.ttl_s,
+            quota=account.quota,
             evicted_chunks=account.evicted,
             capped_chunks=account.capped,
             disk_bytes=None if account is accounts[0] else disk_bytes(account),
-            disk_floor_bytes=account.quota.disk_floor_bytes,
-            disk_cap_bytes=account.quota.disk_cap_bytes,
             salt=shown_tag(account.tag),
         )
         for account in (accounts if len(accounts) > 1 else ())

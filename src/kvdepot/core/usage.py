@@ -19,46 +19,32 @@ from __future__ import annotations
 from kvdepot.core.clients import Client
 from kvdepot.core.histograms import SAVED_S, TOKENS, Buckets
 from kvdepot.protocol import wire
+from kvdepot.protocol.figures import figures
 from kvdepot.protocol.keys import HASH_BYTES
 from kvdepot.protocol.quotas import MOST_QUOTAS
-from kvdepot.protocol.status import MOST_NAME, OTHERS, AnswersStatus, Saved, Status, TokenCounts, Usage
+from kvdepot.protocol.status import MOST_NAME, OTHERS, Saved, Status, TokenCounts, Usage
 
 _MODELS = 100
 """Most pairs of tenant and model with an entry of their own; a tenant alone gets half of them."""
 
 
-class _Sum:
-    """Tokens, compared shards, and what an engine said last of its answers."""
-
-    __slots__ = ("answers", "asked", "compared", "differing", "found", "reused")
-
-    def __init__(self) -> None:
-        self.asked = self.found = self.reused = self.compared = self.differing = 0
-        self.answers: AnswersStatus | None = None
-
-    def add(self, asked: int, found: int, reused: int) -> None:
-        self.asked += asked
-        self.found += found
-        self.reused += reused
-
-
 class Usages:
     def __init__(self, models: int = _MODELS, tenants: int = MOST_QUOTAS) -> None:
         """models, tenants: most entries of their own."""
-        self.total = _Sum()
+        self.total = Usage("")
         self.hit_tokens = Buckets("hit_tokens", "tokens", TOKENS)  # of lookups that found any
         self.saved_s = Buckets("saved_seconds", "s", SAVED_S)  # of requests that saved any
         self._most_models, self._most_tenants = models, tenants
-        self._sums: dict[tuple[str | None, str | None], _Sum] = {}  # by tenant and model; None: the rest
+        self._entries: dict[tuple[str | None, str | None], Usage] = {}  # by tenant and model; None: the rest
 
     @property
     def tokens(self) -> TokenCounts:
         """The tokens of all requests since the start."""
-        return TokenCounts(self.total.asked, self.total.found, self.total.reused)
+        return TokenCounts(self.total.asked_tokens, self.total.found_tokens, self.total.reused_tokens)
 
     def fill(self, status: Status, tenant: str) -> None:
         """Fill in the tokens that a tenant's client may see; empty: all."""
-        status.saved = Saved(self.total.reused, self.saved_s.sum)
+        status.saved = Saved(self.total.reused_tokens, self.saved_s.sum)
         status.tokens = self.tokens
         status.usage = self.by_tenant(tenant)
         status.model_usage = self.by_model(tenant)
@@ -84,39 +70,42 @@ class Usages:
             self.count(client.tenant, model, asked.tokens, asked.found, request.saved_tokens)
         if request.saved_s:
             self.saved_s.count(request.saved_s)
-        entry = self._sums.get((client.tenant, (request.model or client.model)[:MOST_NAME]))
+        entry = self._entries.get((client.tenant, (request.model or client.model)[:MOST_NAME]))
         if entry is not None and request.answers is not None:
             entry.answers = request.answers
 
     def count(
         self, tenant: str, model: str, asked: int = 0, found: int = 0, reused: int = 0, is_known: bool = False
-    ) -> _Sum:
+    ) -> Usage:
         """Add tokens of one request of a tenant and model, and return their entry; with 0 of all, its series begin.
 
         is_known: the depot has a namespace of the model, so it may have an entry of its own from now on.
         """
-        self.total.add(asked, found, reused)
         key: tuple[str | None, str | None] = tenant, model[:MOST_NAME]
-        entry = self._sums.get(key)
+        entry = self._entries.get(key)
         if entry is None:
-            models = sum(model is not None for _, model in self._sums)
-            own = [name for _, name in filter(lambda key: key[0] == tenant, self._sums)]
-            if not own and len({name for name, _ in self._sums} - {None}) >= self._most_tenants:
+            models = sum(model is not None for _, model in self._entries)
+            own = [name for _, name in filter(lambda key: key[0] == tenant, self._entries)]
+            if not own and len({name for name, _ in self._entries} - {None}) >= self._most_tenants:
                 key = None, None
             elif not is_known or len(own) - (None in own) >= self._most_models - models:
                 key = tenant, None
-            entry = self._sums.setdefault(key, _Sum())
-        entry.add(asked, found, reused)
+            entry = self._entries.setdefault(key, Usage(""))
+        for each in (self.total, entry):
+            each.asked_tokens += asked
+            each.found_tokens += found
+            each.reused_tokens += reused
         return entry
 
     def compare(self, tenant: str, model: str, compared: int, differing: int) -> None:
         """Count shards of a model with chunks that were compared with what an engine computed."""
         entry = self.count(tenant, model, is_known=True)
-        entry.compared, entry.differing = entry.compared + compared, entry.differing + differing
+        entry.compared_shards += compared
+        entry.differing_shards += differing
 
     def by_tenant(self, tenant: str = "") -> list[Usage]:
         """One entry per tenant, in the order of first requests; the rest last. tenant: only its own; empty: all."""
-        shown = [(name, each) for (name, _), each in self._sums.items() if not tenant or name == tenant]
+        shown = [(name, each) for (name, _), each in self._entries.items() if not tenant or name == tenant]
         shown.sort(key=lambda item: item[0] is None)
         return _summed([(OTHERS if name is None else name, "", each) for name, each in shown])
 
@@ -124,22 +113,19 @@ class Usages:
         """One entry per tenant and model, in the order of first requests; the rest last. tenant: see `by_tenant`."""
         named = [
             (name, model, each)
-            for (name, model), each in self._sums.items()
+            for (name, model), each in self._entries.items()
             if name is not None and model is not None and tenant in ("", name)
         ]
-        rest = [(OTHERS, OTHERS, each) for (_, model), each in self._sums.items() if model is None and not tenant]
+        rest = [(OTHERS, OTHERS, each) for (_, model), each in self._entries.items() if model is None and not tenant]
         return _summed([*named, *rest])
 
 
-def _summed(entries: list[tuple[str, str, _Sum]]) -> list[Usage]:
+def _summed(entries: list[tuple[str, str, Usage]]) -> list[Usage]:
     """One value per tenant and model, even if a tenant is called like the rest."""
-    shown: dict[tuple[str, str], _Sum] = {}
+    shown: dict[tuple[str, str], Usage] = {}
     for tenant, model, each in entries:
-        entry = shown.setdefault((tenant, model), _Sum())
-        entry.add(each.asked, each.found, each.reused)
-        entry.compared, entry.differing = entry.compared + each.compared, entry.differing + each.differing
+        entry = shown.setdefault((tenant, model), Usage(tenant, model=model))
+        for figure in figures(Usage):
+            setattr(entry, figure.path, figure.of(entry) + figure.of(each))
         entry.answers = each.answers if model else None
-    return [
-        Usage(key[0], each.asked, each.found, each.reused, key[1], each.answers, each.compared, each.differing)
-        for key, each in shown.items()
-    ]
+    return list(shown.values())

@@ -17,17 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from kvdepot.eviction.policy import Policy, Victim
-
-
-class ShareBounds(NamedTuple):
-    """The part of a quota that holds in one space. floor, cap: bytes; a cap of 0 is none."""
-
-    floor: int = 0
-    cap: int = 0
-    weight: float = 1.0
 
 
 class FairShare:
@@ -35,7 +27,7 @@ class FairShare:
 
     __slots__ = ("_capacity", "_evictable", "cap", "floor", "is_capped", "leaving", "policy", "spare", "used", "weight")
 
-    def __init__(self, policy: Policy, evictable: Callable[[Victim], bool], capacity: int, bounds: ShareBounds) -> None:
+    def __init__(self, policy: Policy, evictable: Callable[[Victim], bool], capacity: int) -> None:
         """evictable: whether an entry may be evicted now."""
         self.policy = policy
         self.used = 0  # bytes that count for the cap, including reserved ones
@@ -43,13 +35,14 @@ class FairShare:
         self.spare = 0  # bytes above the floor, without those leaving; negative below it
         self._evictable = evictable
         self._capacity = capacity
-        self.set_bounds(bounds)
+        self.set_bounds(0, 0, 1.0)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.used} bytes, floor {self.floor}, cap {self.cap}, weight {self.weight:g}>"
 
-    def set_bounds(self, bounds: ShareBounds) -> None:
-        self.floor, cap, self.weight = bounds
+    def set_bounds(self, floor: int, cap: int, weight: float) -> None:
+        """floor, cap: bytes; a cap of 0 is none."""
+        self.floor, self.weight = floor, weight
         self.spare = self.used - self.leaving - self.floor
         self.is_capped = 0 < cap < self._capacity
         self.cap = cap if self.is_capped else self._capacity
@@ -69,8 +62,8 @@ class FairShare:
         self.spare -= size
 
     def victim(self, depth: float = inf) -> Victim | None:
-        """The entry to evict next, taken out of the policy's queue; see `Policy.victim`. depth: only entries that are
-        wanted (core/index/wants.py) behind it may go besides; here nothing is wanted."""
+        """The entry to evict next, taken out of the policy's queue; see `Policy.victim`. depth: a subclass may also
+        evict entries that queued requests want behind this depth (core/index/wants.py)."""
         return self.policy.victim(self._evictable)
 
 
@@ -89,8 +82,9 @@ def victim_for(
     None if none may be evicted for it. by: None: for no share in particular, so that every floor holds. charge_of: the
     bytes that an entry's eviction frees. The caller removes the entry, or returns it to its policy.
 
-    depth: of the reservation. Its own share gives up what is wanted behind it, a share above its level all that is
-    wanted, and one below it nothing of that. None: nothing that is wanted may go.
+    depth: where the reservation's request stands among queued requests, which want entries (core/index/wants.py). Its
+    own share gives up entries that are wanted behind it, a share above its level all wanted entries, and a share below
+    its level none. None: no wanted entry may go.
     """
     mine, others = (inf, inf) if depth is None else (depth, -1.0)
     if len(shares) == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvdepot.protocol.leases import MOST_HASHES, MOST_LEASES
-from kvdepot.protocol.status import Loss, Status
+from kvdepot.protocol.status import COMPARED, DIFFERING, Loss, Status
 from kvdepot.protocol.wire import MAX_CHUNKS
 
 _REFUSED = "_refused"
@@ -65,12 +65,9 @@ SERVER = (
     Counted("stored_chunks", "shards", "Shards stored (a chunk has one per rank)."),
     Counted("known_chunks", "shards", "Shards that an engine stored again; no bytes were copied."),
     Counted("retrieved_chunks", "shards", "Shards that engines loaded."),
+    Counted("compared_chunks", "shards", COMPARED),
     Counted(
-        "compared_chunks", "shards", "Shards compared with what an engine computed, because it had just started or by "
-        "`--verify-hits`.",
-    ),
-    Counted(
-        "differing_chunks", "shards", "Compared shards that differ from what an engine computed.",
+        "differing_chunks", "shards", DIFFERING,
         "differ from what an engine computed", _MEMORY,
         "`kvdepot inspect --compare` shows which engines and what differs between them: give them the same weights and "
         "configuration, or different `kvdepot.weights_revision`.",
@@ -310,7 +307,7 @@ class Counters(dict[str, int]):
 
 
 def refusal(counted: Counted) -> str:
-    """What was refused, if the counter counts refusals by limits or keys; otherwise empty."""
+    """The kind of thing that the counter counts refusals of, by limits or keys; empty: it counts none."""
     return counted.name.removesuffix(_REFUSED) if counted.name.endswith(_REFUSED) else ""
 
 

@@ -42,11 +42,11 @@ def judge(status: Status, trouble: str = "", dropped: float = 0.0) -> Health:
 
 def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]:
     if status.unreachable:
-        what = f"No new engine can connect: {status.unreachable}."
-        yield Concern(what, "Restart the server. Engines that are already connected keep working until then.")
+        advice = "Restart the server. Engines that are already connected keep working until then."
+        yield Concern(f"No new engine can connect: {status.unreachable}.", advice)
     elif trouble:
-        what = f"{trouble[0].upper()}{trouble[1:]}."
-        yield Concern(what, "Run `kvdepot doctor` on its machine, which may be overloaded.")
+        advice = "Run `kvdepot doctor` on its machine, which may be overloaded."
+        yield Concern(f"{trouble[0].upper()}{trouble[1:]}.", advice)
     if status.http_failure:
         advice = "Page, metrics and HTTP probes are missing; engines work without them."
         yield Concern(f"HTTP is not served: {status.http_failure}.", advice)
@@ -75,19 +75,17 @@ def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]
         yield Concern(what, "It stores and loads nothing. Report it with the error line in the engine's log.")
     for model in status.quarantined:
         what = f"{model} is in quarantine, because a sampled hit differed: its chunks are misses."
-        yield Concern(
-            what,
+        advice = (
             "Run `kvdepot inspect --compare`; then forget the model's chunks, and release it "
-            "(`kvdepot inspect --release MODEL`).",
+            "(`kvdepot inspect --release MODEL`)."
         )
+        yield Concern(what, advice)
     if status.settings.get("kv_events") and status.instances and not status.kv_event_topics:
         advice = "Set `kvdepot.events_topic` of each engine, or start the server without `--kv-events`."
         yield Concern("No engine names a topic for its KV events, so routers receive none.", advice)
     if corrupt := status.counters.get("corrupt_chunks", 0):
-        yield Concern(
-            f"{plural(corrupt, 'chunk')} failed checksum verification since the start; engines recomputed the KV.",
-            _ADVICE["corrupt_chunks"],
-        )
+        what = f"{plural(corrupt, 'chunk')} failed checksum verification since the start; engines recomputed the KV."
+        yield Concern(what, _ADVICE["corrupt_chunks"])
     if status.unrecorded_shards:
         what = f"{plural(status.unrecorded_shards, 'shard')} would not survive a restart: the record table is full."
         yield Concern(what, "Use larger chunks, or fewer models per server.")

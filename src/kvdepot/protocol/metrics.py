@@ -1,15 +1,14 @@
-"""Request latencies, and a journal of recent events: core/ fills them on the deciding thread, a Status carries them."""
+"""Request latencies, and events: core/ fills them in on the deciding thread, and a status carries them."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence
 
 import msgspec
 
-__all__ = ["BOUNDS_S", "COMMANDS", "ENGINES", "INTERNAL", "Event", "Journal", "Latencies", "Latency", "percentile"]
+__all__ = ["BOUNDS_S", "COMMANDS", "ENGINES", "INTERNAL", "Event", "Latencies", "Latency", "percentile"]
 
 BOUNDS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
@@ -25,8 +24,6 @@ COMMANDS = frozenset(
     | {"ListLeases", "SetQuota", "TakeLease", "Why"}
 )
 """Requests that people make by commands and the web page. They are no engine's unless an engine makes them."""
-_MOST_EVENTS = 100
-_MOST_TEXT = 200
 
 
 class Latency(msgspec.Struct):
@@ -99,17 +96,3 @@ class Event(msgspec.Struct, frozen=True):
     wall_s: float
     kind: str
     text: str
-
-
-class Journal:
-    """The latest events, oldest first."""
-
-    def __init__(self) -> None:
-        self._events: deque[Event] = deque(maxlen=_MOST_EVENTS)
-
-    def note(self, wall_s: float, kind: str, text: str) -> None:
-        """Add an event; the oldest is dropped when there are too many."""
-        self._events.append(Event(wall_s, kind, text[:_MOST_TEXT]))
-
-    def events(self) -> list[Event]:
-        return list(self._events)

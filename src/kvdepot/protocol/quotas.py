@@ -1,12 +1,14 @@
-"""What a tenant, or one cache salt of it, may take of the arena and of local tiers. Plain data."""
+"""Quotas: the parts of the arena and of local tiers that a tenant or one of its cache salts may take. Plain data."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Collection
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
+from kvdepot.protocol.figures import gauge
 from kvdepot.values import size
 
 MOST_QUOTAS = 64
@@ -15,22 +17,28 @@ MOST_WEIGHT = 1e6
 _MOST = 1 << 62
 
 
-class Quota(msgspec.Struct, frozen=True, array_like=True):
-    """The part of the arena of one tenant or salt, in bytes that the allocator counts: whole pages, including reserved
-    ones. And its part of each local tier, in bytes that the file system allocates.
+class Quota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The limits of one tenant or salt, in settings file, messages, status, HTTP and command line. Raises ValueError.
 
-    floor_bytes: no other's store takes it below this. cap_bytes: it never has more; 0: no cap.
-    weight: its part of what is left above all floors, beside the others' weights, in memory and in local tiers.
-    ttl_s: seconds after which its chunks expire, if that is sooner than the server's own `ttl_s`; 0: no own limit.
-    disk_floor_bytes, disk_cap_bytes: as the first two, in each local tier.
+    Memory counts in bytes of the allocator: whole pages, including reserved ones; each local tier in bytes that its
+    file system allocates. The descriptions of the fields are the help of `kvdepot quota`, and of metrics.
     """
 
-    floor_bytes: int = 0
-    cap_bytes: int = 0
-    weight: float = 1.0
-    ttl_s: int = 0
-    disk_floor_bytes: int = 0
-    disk_cap_bytes: int = 0
+    floor_bytes: Annotated[int, gauge("Memory that others cannot take from a tenant.")] = 0
+    cap_bytes: Annotated[int, gauge("Most memory that a tenant can have; 0: no cap.")] = 0
+    weight: Annotated[float, Meta(description="Its share of what is above all floors, beside others' weights.")] = 1.0
+    ttl_s: Annotated[int, Meta(description="Seconds after which its chunks expire; 0: only the server's limit.")] = 0
+    disk_floor_bytes: Annotated[int, gauge("Bytes in each tier disk:// that others cannot take.")] = 0
+    disk_cap_bytes: Annotated[int, gauge("Most bytes of a tenant in each tier disk://; 0: no cap.")] = 0
+
+    def __post_init__(self) -> None:
+        limits = dict.fromkeys(("floor_bytes", "cap_bytes", "disk_floor_bytes", "disk_cap_bytes"), (0, _MOST))
+        for name, (least, most) in {**limits, "ttl_s": (0, 1 << 31), "weight": (1 / MOST_WEIGHT, MOST_WEIGHT)}.items():
+            if not least <= (value := getattr(self, name)) <= most:
+                raise ValueError(f"{name}: {value:.12g} is out of range, it must be from {least:.12g} to {most:.12g}")
+        for cap, floor in (("cap_bytes", "floor_bytes"), ("disk_cap_bytes", "disk_floor_bytes")):
+            if 0 < getattr(self, cap) < getattr(self, floor):
+                raise ValueError(f"{cap}: {getattr(self, cap)} is below {floor}, {getattr(self, floor)}")
 
     @property
     def words(self) -> str:
@@ -46,31 +54,12 @@ class Quota(msgspec.Struct, frozen=True, array_like=True):
     def is_on_disk(self) -> bool:
         return bool(self.disk_floor_bytes or self.disk_cap_bytes)
 
-    def fault(self) -> str:
-        """The fault of this quota by itself; empty: none."""
-        for where, floor, cap in (
-            ("", self.floor_bytes, self.cap_bytes),
-            (" on disk", self.disk_floor_bytes, self.disk_cap_bytes),
-        ):
-            if not (0 <= floor < _MOST and 0 <= cap < _MOST):
-                return f"floor and cap{where} must be 0 bytes or more"
-            if cap and cap < floor:
-                return f"the cap of {cap} bytes{where} is below the floor of {floor} bytes"
-        if not (math.isfinite(self.weight) and 1 / MOST_WEIGHT <= self.weight <= MOST_WEIGHT):
-            return f"weight {self.weight:g} is not between {1 / MOST_WEIGHT:g} and {MOST_WEIGHT:g}"
-        if not 0 <= self.ttl_s <= 1 << 31:
-            return f"ttl_s {self.ttl_s} is out of range"
-        return ""
 
-
-def fault_of(quotas: Sequence[tuple[str, Quota]], capacity_bytes: int) -> str:
-    """The fault of all quotas together, each with its `name_of`, in an arena of this capacity; empty: none."""
-    for name, quota in quotas:
-        if fault := quota.fault():
-            return f"quota of {name}: {fault}"
+def fault_of(quotas: Collection[Quota], capacity_bytes: int) -> str:
+    """Why these quotas cannot hold together in an arena of this capacity; empty: they can."""
     if len(quotas) > MOST_QUOTAS:
         return f"{len(quotas)} tenants and salts have a quota; the limit is {MOST_QUOTAS}"
-    floors = sum(quota.floor_bytes for _, quota in quotas)
+    floors = sum(quota.floor_bytes for quota in quotas)
     if floors > capacity_bytes:
         return f"all floors together are {floors} bytes, more than the arena's {capacity_bytes}"
     return ""

@@ -1,15 +1,21 @@
 """The status of a server: the schema that command line, HTTP, page and metrics read. Plain data.
 
-Made as the answer to `wire.GetStatus` by core/depot.py, of which each part fills in its fields; clients decode it with
-`read`. Sizes in bytes, times in seconds, counters since the server's start.
+core/depot.py makes it as the answer to a request, and each part of the core fills in its fields; clients decode it with
+`read`. Sizes in bytes, times in seconds, counters since the server's start. A field that is a metric says so in its
+annotation (protocol/figures.py).
 Invariant: names here do not change; new fields have a default.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
+
 import msgspec
+from msgspec.structs import replace
 
 from kvdepot.errors import ProtocolError
+from kvdepot.protocol.figures import counter, gauge, line
 from kvdepot.protocol.metrics import Event, Latency
 from kvdepot.protocol.quotas import Quota
 
@@ -36,18 +42,22 @@ OTHERS = "others"
 """The name under which `usage`, `model_usage` and `other_namespaces` have the sum of those that they do not list."""
 MOST_NAME = 256
 """Maximum length of a model name in `namespaces`; longer names are cut."""
+COMPARED = "Shards compared with what an engine computed, because it had just started or by `--verify-hits`."
+DIFFERING = "Compared shards that differ from what an engine computed."
+_ASKED = counter("Tokens of prompts that engines looked up and did not have in their own caches.", "asked_tokens")
+_FOUND = counter("Of the tokens asked for, those in the depot.", "found_tokens")
+_REUSED = counter("Tokens that engines loaded instead of computing them.", "reused_tokens")
 
 
 class TokenCounts(msgspec.Struct, frozen=True):
     """Prompt tokens since the start. They only increase, so those of several servers can be added up.
 
-    asked: in prompts that engines looked up. found: of those, in the depot. Both without what engines have in their own
-    caches, if they report that (wire.Lookup.reports). reused: that engines loaded instead of computing them.
+    asked, found: without what engines have in their own caches, if they report that (`reports` of a lookup).
     """
 
-    asked: int = 0
-    found: int = 0
-    reused: int = 0
+    asked: Annotated[int, _ASKED] = 0
+    found: Annotated[int, _FOUND] = 0
+    reused: Annotated[int, _REUSED] = 0
 
 
 class AnswersStatus(msgspec.Struct, frozen=True):
@@ -60,26 +70,25 @@ class AnswersStatus(msgspec.Struct, frozen=True):
     share: float | None = None
 
 
-class Usage(msgspec.Struct, frozen=True):
+class Usage(msgspec.Struct):
     """Prompt tokens since the start, as in `TokenCounts`, of one tenant, or of one model of a tenant.
 
-    compared_shards, differing_shards: compared with what engines computed, and those of them that differ.
     model: empty: all of the tenant's. `OTHERS` as tenant and model: those that were first seen when there was no room
     for more, and models that nothing is stored for. Who has an entry keeps it, so that no number ever falls.
     """
 
     tenant: str
-    asked_tokens: int = 0
-    found_tokens: int = 0
-    reused_tokens: int = 0
+    asked_tokens: Annotated[int, _ASKED] = 0
+    found_tokens: Annotated[int, _FOUND] = 0
+    reused_tokens: Annotated[int, _REUSED] = 0
     model: str = ""
     answers: AnswersStatus | None = None
-    compared_shards: int = 0
-    differing_shards: int = 0
+    compared_shards: Annotated[int, counter(COMPARED)] = 0
+    differing_shards: Annotated[int, counter(DIFFERING)] = 0
 
 
 class Histogram(msgspec.Struct, frozen=True):
-    """Counts of values by range, since the start.
+    """Counts of values by range, since the start. name: one of DISTRIBUTIONS, or of TIER_DISTRIBUTIONS.
 
     unit: of the values and of `sum`, their sum. bounds: upper bounds of the buckets, inclusive, increasing. counts: of
     each bucket alone; one more than bounds, for values above the last.
@@ -92,14 +101,31 @@ class Histogram(msgspec.Struct, frozen=True):
     sum: float = 0.0
 
 
+DISTRIBUTIONS = {
+    "hit_tokens": "Tokens that a lookup found, if any.",
+    "eviction_age_seconds": "Age of evicted chunks: time since they were computed. One eviction in 16 is counted.",
+    "eviction_idle_seconds": "Idle time of evicted chunks: since they were last used. One eviction in 16 is counted.",
+    "reuse_after_seconds": "Time from one use of a prompt's last chunk to the next.",
+    "saved_seconds": "Prefill time that a request saved, if any.",
+}
+"""Meanings of the server's histograms, by name."""
+TIER_DISTRIBUTIONS = {
+    "load_seconds": "Duration of a call that loads up to 16 shards from a tier.",
+    "save_seconds": "Duration of a call that saves up to 16 shards in a tier.",
+    "load_bytes_per_second": "Throughput of a call that loads from a tier.",
+    "save_bytes_per_second": "Throughput of a call that saves in a tier.",
+}
+"""Meanings of each tier's histograms, by name: with compression and checksums, without the wait for a thread."""
+
+
 class Saved(msgspec.Struct, frozen=True):
-    """What engines did not have to compute: tokens that they loaded on all ranks, and the prefill time of these tokens.
+    """Tokens that engines loaded on all ranks instead of computing them, and the prefill time of these tokens.
 
     prefill_s: at each engine's own measured speed; tokens of engines that report no speed count as no time.
     """
 
     tokens: int = 0
-    prefill_s: float = 0.0
+    prefill_s: Annotated[float, counter("Prefill time that engines saved.", "saved_prefill_seconds")] = 0.0
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -146,9 +172,11 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
     model: str
     world_size: int
     blocks_in_chunk: int
-    chunks: int
-    bytes: int
-    engines: int
+    chunks: Annotated[int, gauge("Chunks in memory of a tenant, model and shape.")]
+    bytes: Annotated[int, gauge("Bytes in memory of a tenant, model and shape.")]
+    engines: Annotated[
+        int, gauge("Connected workers of a tenant, model and shape: one per rank of each engine.", "workers")
+    ]
     lookup_chunks: int = 0
     hit_chunks: int = 0
     chunk_tokens: int = 0
@@ -159,60 +187,53 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
     answers: AnswersStatus | None = None
 
 
-class TenantStatus(msgspec.Struct, frozen=True):
-    """What one tenant or cache salt with a quota has. tenant: empty for all clients whose tenant has no quota, or that
-    have none. salt: which salt of the tenant (quotas.shown_tag); empty: those that have no quota.
+def added_up(parts: Sequence[NamespaceStatus], **facts: Any) -> NamespaceStatus:
+    """The first of these namespaces with the sums of all of them, and with these facts."""
+    numbers = ("chunks", "bytes", "engines", "lookup_chunks", "hit_chunks", "asked_tokens", "found_tokens")
+    sums = {name: sum(getattr(each, name) for each in parts) for name in (*numbers, "reused_tokens")}
+    return replace(parts[0], **sums, **facts)
 
-    used_bytes: what the arena holds for it, including what is being stored or loaded. cap_bytes, ttl_s: 0: none of its
-    own. evicted_chunks: of its chunks, for stores of any tenant. capped_chunks: shards not stored because of its cap.
-    disk_bytes: in local tiers, as of their last probe; None: there is no such tier, or it has no quota.
+
+class TenantStatus(msgspec.Struct, frozen=True):
+    """The memory of one tenant or cache salt with a quota. tenant: empty for all clients without a tenant that has a
+    quota. salt: which salt of the tenant (quotas.shown_tag); empty: those that have no quota.
+
+    used_bytes: what the arena holds for it, including what is being stored or loaded. evicted_chunks: for stores of any
+    tenant. disk_bytes: None: there is no local tier, or it has no quota.
     """
 
     tenant: str
-    used_bytes: int
+    used_bytes: Annotated[int, gauge("Memory of a tenant.")]
     chunks: int
-    floor_bytes: int
-    cap_bytes: int
-    weight: float
-    ttl_s: int
-    evicted_chunks: int
-    capped_chunks: int
-    disk_bytes: int | None = None
-    disk_floor_bytes: int = 0
-    disk_cap_bytes: int = 0
+    quota: Quota
+    evicted_chunks: Annotated[int, counter("Chunks of a tenant evicted from memory.")]
+    capped_chunks: Annotated[int, counter("Shards not stored because of a tenant's cap.", "capped_shards")]
+    disk_bytes: Annotated[int | None, gauge("Bytes of a tenant in tiers disk://, as of their last probes.")] = None
     salt: str = ""
-
-    @property
-    def quota(self) -> Quota:
-        memory = self.floor_bytes, self.cap_bytes
-        return Quota(*memory, self.weight, self.ttl_s, self.disk_floor_bytes, self.disk_cap_bytes)
 
 
 class TierStatus(msgspec.Struct, frozen=True):
-    """Storage behind memory. objects, bytes, capacity_bytes: None if the tier has not reported them. free_bytes: of its
-    file system; None if it has none or has not reported it.
+    """Storage behind memory. objects, bytes, capacity_bytes, free_bytes: None if the tier has not reported them, or has
+    no file system.
 
     state: `up`, `circuit breaker open`, or which calls fail while others succeed, such as `reads fail`.
     error: the last error, empty if there was none; error_s: seconds since then.
-    saves, loads: calls in progress, each of which moves up to 16 shards.
-    histograms: of such calls `load_seconds`, `save_seconds`, `load_bytes_per_second` and `save_bytes_per_second`, with
-    compression and checksums, without the wait for a thread.
     """
 
     name: str
     write: str
     state: str
-    objects: int | None
-    bytes: int | None
-    capacity_bytes: int | None
-    queued_bytes: int
-    saves: int
+    objects: Annotated[int | None, gauge("Objects in a tier.")]
+    bytes: Annotated[int | None, gauge("Bytes in a tier.")]
+    capacity_bytes: Annotated[int | None, gauge("Capacity of a tier.")]
+    queued_bytes: Annotated[int, gauge("Bytes waiting to be saved.")]
+    saves: Annotated[int, gauge("Calls in progress that save up to 16 shards each.")]
     counters: dict[str, int]
     error: str = ""
     error_s: float | None = None
-    loads: int = 0
+    loads: Annotated[int, gauge("Calls in progress that load up to 16 shards each.")] = 0
     histograms: list[Histogram] = []
-    free_bytes: int | None = None
+    free_bytes: Annotated[int | None, gauge("Bytes that a tier's file system has free.")] = None
 
 
 class Loss(msgspec.Struct, frozen=True):
@@ -253,23 +274,16 @@ class Status(msgspec.Struct, kw_only=True):
     """The current state of one server. namespaces and engines are limited; their counts cover all.
 
     tenants: those with a quota, also salts, and the others together; empty while there is no quota.
-
     chunk_size_tokens: of engines that do not choose their own. chunks: a chunk of a model with several KV cache groups
-    counts once for each group that has it. cached_tokens: of prompts in memory; of each model, the tokens of the group
-    that has most chunks.
+    counts once for each group that has it. cached_tokens: of each model, the tokens of the group that has most chunks.
 
     http: HOST:PORT where this server itself serves HTTP; empty if it does not.
     http_failure: why it does not although it should, with what to do; empty if it does, or need not.
     unreachable: why no new client can connect although the server works; empty if they can.
-    divided_engines: whose scheduler and workers name different models. faulty_engines: of which a worker has a `fault`.
     kv_event_topics: distinct topics that engines name for their KV events.
     tokens: of all lookups; usage: the same by tenant, model_usage: by tenant and model; each of them adds up to it.
     other_namespaces: the sum of those that `namespaces` does not list; None if it lists all.
-    histograms: `hit_tokens` (tokens that a lookup found, if any), `eviction_age_seconds` and `eviction_idle_seconds`
-    (of evicted chunks, since they were computed and since they were last used), `reuse_after_seconds` (since a chunk's
-    last use, when it is used again), `saved_seconds` (prefill time that a request saved, if any).
-    Those of evictions sample one in sixteen. holds_s: how long unused chunks stayed in memory, the median of the last
-    4,096 evictions; None if nothing was evicted since the start.
+    holds_s: of the last 4,096 evictions; None if nothing was evicted since the start.
     mismatches: the latest first. quarantined: models whose chunks are misses, because a sampled hit differed.
     settings: by name, as text, without secrets (config.reported); empty for clients with a tenant.
     host: name of the server's host.
@@ -280,35 +294,43 @@ class Status(msgspec.Struct, kw_only=True):
     boot: str = ""
     pid: int = 0
     wall_s: float = 0.0
-    uptime_s: float = 0.0
+    uptime_s: Annotated[float, gauge("Time since the server started serving.")] = 0.0
     http: str = ""
     http_failure: str = ""
     unreachable: str = ""
     chunk_size_tokens: int
-    capacity_bytes: int
-    used_bytes: int
-    chunks: int
-    reserved_shards: int
-    holds: int
+    capacity_bytes: Annotated[int, gauge("Size of the arena.", "memory_capacity_bytes")]
+    used_bytes: Annotated[int, line("Bytes of the arena that hold chunks.", "memory_used_bytes")]
+    chunks: Annotated[int, gauge("Chunks in memory, counted in each KV cache group.")]
+    reserved_shards: Annotated[int, gauge("Shards being stored or loaded.")]
+    holds: Annotated[
+        int, gauge("Pins of requests, leases and copies in progress; each keeps a chunk and those before it.", "pins")
+    ]
     evicted_chunks: int
-    record_slots: int
-    record_slots_used: int
-    unrecorded_shards: int
-    operations: int
-    clients: int
-    sessions: int
-    instances: int
-    namespace_count: int = 0
-    engine_count: int = 0
-    divided_engines: int = 0
-    faulty_engines: int = 0
+    record_slots: Annotated[int, gauge("Slots for records of shards in the arena.")]
+    record_slots_used: Annotated[int, gauge("Record slots in use.")]
+    unrecorded_shards: Annotated[int, gauge("Shards without a record, which do not survive a restart.")]
+    operations: Annotated[int, gauge("Stores and retrieves in progress.")]
+    clients: Annotated[
+        int, gauge("Connected clients: processes of engines, this web process, and commands while they run.")
+    ]
+    sessions: Annotated[int, gauge("Requests that hold pins.")]
+    instances: Annotated[int, gauge("Registrations of KV tensors.")]
+    namespace_count: Annotated[int, gauge("Distinct models, shapes and layouts.", "namespaces")] = 0
+    engine_count: Annotated[
+        int, gauge("Connected processes of engines: schedulers and workers.", "engine_processes")
+    ] = 0
+    divided_engines: Annotated[
+        int, gauge("Engines whose scheduler and workers disagree on the identity of their KV.")
+    ] = 0
+    faulty_engines: Annotated[int, gauge("Engines with a worker that can neither store nor load KV.")] = 0
     kv_event_topics: int = 0
-    lease_count: int = 0
-    leased_bytes: int = 0
-    waiting_bytes: int = 0
-    stored_bytes: int = 0
-    retrieved_bytes: int = 0
-    cached_tokens: int = 0
+    lease_count: Annotated[int, gauge("Leases.", "leases")] = 0
+    leased_bytes: Annotated[int, gauge("Bytes held by leases.")] = 0
+    waiting_bytes: Annotated[int, gauge("Bytes pinned for requests that wait in engines' queues.")] = 0
+    stored_bytes: Annotated[int, counter("Bytes stored.")] = 0
+    retrieved_bytes: Annotated[int, counter("Bytes retrieved.")] = 0
+    cached_tokens: Annotated[int, gauge("Tokens of prompts in memory.")] = 0
     saved: Saved = Saved()
     latencies: list[Latency] = []
     namespaces: list[NamespaceStatus] = []
@@ -324,9 +346,34 @@ class Status(msgspec.Struct, kw_only=True):
     model_usage: list[Usage] = []
     other_namespaces: NamespaceStatus | None = None
     histograms: list[Histogram] = []
-    holds_s: float | None = None
+    holds_s: Annotated[float | None, gauge("Median idle time of recently evicted chunks.", "memory_holds_seconds")] = (
+        None
+    )
     mismatches: list[Mismatch] = []
     quarantined: list[str] = []
+
+
+class Family(NamedTuple):
+    """Metrics of the rows of one kind. prefix: of their names. labels: by name, the field that has the value."""
+
+    prefix: str
+    rows: type[msgspec.Struct]
+    labels: dict[str, str]
+
+
+def _by(*fields: str) -> dict[str, str]:
+    return {field: field for field in fields}
+
+
+FAMILIES = (
+    Family("", Status, {}),
+    Family("namespace_", NamespaceStatus, _by("tenant", "model", "world_size", "blocks_in_chunk")),
+    Family("model_", Usage, _by("tenant", "model")),
+    Family("tenant_", Usage, _by("tenant")),
+    Family("tenant_", TenantStatus, _by("tenant", "salt")),
+    Family("tier_", TierStatus, {"tier": "name"}),
+)
+"""Everything in a status that is a metric, except counters (protocol/counters.py), latencies and histograms."""
 
 
 def read(value: object) -> Status:

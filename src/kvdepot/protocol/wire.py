@@ -382,9 +382,7 @@ class ForgetChunks(_Message, frozen=True):
     """Remove chunks, also pinned ones, from memory and tiers: of models whose names have this prefix, and of one salt;
     empty means all. writer: only what this writer (as in Register) has stored, under any salt.
 
-    Answer: a dict with the number of chunks removed from `memory` and from each tier, by its name; of a writer, 0 from
-    tiers, which refuse and remove its objects when they are read. A text instead of a number, or under `error`, says
-    what may still exist and why.
+    Answer: the fields of `ForgetAnswer`.
     """
 
     model: str = ""
@@ -514,6 +512,15 @@ class Placement(_Message, frozen=True):
     boot: bytes
     chunks: list[int]
     places: list[Place]
+
+
+class ForgetAnswer(msgspec.Struct, frozen=True):
+    """Answer to a `Forget`. removed: chunks removed from `memory` and from each tier, by its name; what a writer has
+    stored counts 0 in tiers, which remove it when it is read. left: by the same names, or `error`, why chunks may
+    remain."""
+
+    removed: dict[str, int]
+    left: dict[str, str] = {}
 
 
 class Places(msgspec.Struct, array_like=True, frozen=True):

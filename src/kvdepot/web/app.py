@@ -30,12 +30,13 @@ from kvdepot.errors import BadRequest, Busy, TierError, Unavailable
 from kvdepot.protocol import wire
 from kvdepot.protocol.counters import losses
 from kvdepot.protocol.curve import is_loopback
+from kvdepot.protocol.figures import figures
 from kvdepot.protocol.health import RECENT_S, Health, judge
 from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL, LeaseStatus
 from kvdepot.protocol.metrics import BOUNDS_S
 from kvdepot.protocol.quotas import Quota, shown_tag
-from kvdepot.protocol.status import Loss, Status
+from kvdepot.protocol.status import DISTRIBUTIONS, Loss, Status
 from kvdepot.web.child import Order
 from kvdepot.web.dispatch import Dispatch, Encoded, get, post
 from kvdepot.web.guard import App, Guard, Scope
@@ -48,6 +49,7 @@ _MOST_CHANGES = 4
 _FRESH_S = 2.0
 _MOST_WAITING = 8
 """HTTP requests that wait for an answer; each occupies a thread."""
+_MEANINGS = {each.path: each.meaning for each in figures(Status) if each.kind != "counter"} | DISTRIBUTIONS
 
 
 class StatusNow(Status, kw_only=True):
@@ -55,8 +57,8 @@ class StatusNow(Status, kw_only=True):
 
     turn: number of the poll. point: the latest point of `/v1/history`. trouble: the error of `/healthz`; empty if
     healthy. health: the same and all other problems, with what to do. losses: evictions, failures and refusals, as
-    text. bounds_s: upper bounds of the buckets of `latencies`. engine_flag: the option of vLLM that connects an engine
-    of this host to this server.
+    text. meanings: of the status's gauges, by field, and of its histograms, by name. bounds_s: upper bounds of the
+    buckets of `latencies`. engine_flag: the option of vLLM that connects an engine of this host to this server.
     """
 
     turn: int
@@ -64,6 +66,7 @@ class StatusNow(Status, kw_only=True):
     trouble: str
     health: Health
     losses: list[Loss]
+    meanings: dict[str, str] = msgspec.field(default_factory=lambda: _MEANINGS)
     bounds_s: tuple[float, ...] = BOUNDS_S
     engine_flag: str = ""
 
@@ -188,17 +191,6 @@ class Released(msgspec.Struct, frozen=True):
     removed_chunks: int | None = None
 
 
-class QuotaLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A quota; caps and `ttl_s`: 0 means none."""
-
-    floor_bytes: Annotated[int, Meta(ge=0)] = 0
-    cap_bytes: Annotated[int, Meta(ge=0)] = 0
-    weight: float = 1.0
-    ttl_s: Annotated[int, Meta(ge=0)] = 0
-    disk_floor_bytes: Annotated[int, Meta(ge=0)] = 0
-    disk_cap_bytes: Annotated[int, Meta(ge=0)] = 0
-
-
 class QuotaBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tenant, or its requests with the cache salt `salt`, and the quota until the server ends; without one, it has
     none. See `tenants` of the status.
@@ -206,7 +198,7 @@ class QuotaBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tenant: Annotated[str, Meta(max_length=64)] = ""
     salt: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
-    quota: QuotaLimits | None = None
+    quota: Quota | None = None
 
 
 class ForgetBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -302,11 +294,9 @@ def lease(state: ApiState, data: LeaseBody) -> ChunkCount:
     if data.kind == "expire" and not data.ttl_s:
         raise BadRequest("a lease of kind `expire` needs `ttl_s`, after which its chunks are removed")
     with _change(state):
-        client = state.poll.client
         prompt = _prompt(state.poll, data)
         terms = LeaseTerms(data.kind, data.ttl_s, data.priority, data.drops)
-        leased = admin.lease(client, data.name, prompt, terms)
-        return ChunkCount(leased, len(prompt))
+        return ChunkCount(admin.lease(state.poll.client, data.name, prompt, terms), len(prompt))
 
 
 @post("/v1/release")
@@ -339,11 +329,12 @@ def forget(state: ApiState, data: ForgetBody) -> dict[str, int]:
     """Remove chunks from memory and all tiers; returns how many from each. An error if some may remain."""
     data.check()
     with _change(state):
-        removed = admin.forget(state.poll.client, data.model, data.salt)
-        if left := admin.not_forgotten(removed):
-            done = "; ".join(f"{place}: {what} chunks" for place, what in removed.items() if isinstance(what, int))
-            raise TierError(f"some chunks may remain: {'; '.join(left)}; removed: {done}")
-        return {place: chunks for place, chunks in removed.items() if isinstance(chunks, int)}
+        forgot = admin.forget(state.poll.client, data.model, data.salt)
+        if forgot.left:
+            left = "; ".join(f"{place}: {why}" for place, why in forgot.left.items())
+            done = "; ".join(f"{place}: {chunks} chunks" for place, chunks in forgot.removed.items())
+            raise TierError(f"some chunks may remain: {left}; removed: {done}")
+        return forgot.removed
 
 
 @post("/v1/quota")
@@ -351,38 +342,26 @@ def quota(state: ApiState, data: QuotaBody) -> QuotaBody:
     """Give a tenant, or one cache salt of it, a quota until the server ends, or none; the answer has the salt's tag."""
     if not (data.tenant or data.salt):
         raise BadRequest("give `tenant`, `salt` or both")
-    limits = data.quota
     with _change(state):
-        asked = None if limits is None else Quota(**msgspec.structs.asdict(limits))
-        admin.set_quota(state.poll.client, data.tenant, asked, data.salt)
-        return QuotaBody(data.tenant, shown_tag(salt_tag(data.salt)), limits)
+        admin.set_quota(state.poll.client, data.tenant, data.quota, data.salt)
+        return QuotaBody(data.tenant, shown_tag(salt_tag(data.salt)), data.quota)
 
 
 # -- the page
 
 
-_TYPES = {
-    ".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}  # fmt: skip
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 """Media types by suffix; not the host's, which differ."""
 
 
 def _read_page() -> dict[str, Encoded]:
     """Read all files of the page, which are few and small. Returns them by path."""
-    folder = Path(__file__).with_name("page")
-    found = {
-        f"/{file.relative_to(folder)}": Encoded(file.read_bytes(), _TYPES.get(file.suffix, "text/plain; charset=utf-8"))
-        for file in folder.rglob("*")
-        if file.is_file()
-    }
+    folder, found = Path(__file__).with_name("page"), dict[str, Encoded]()
+    for file in filter(Path.is_file, folder.rglob("*")):
+        kind = _TYPES.get(file.suffix, "text/plain")
+        charset = "; charset=utf-8" if kind.startswith("text/") else ""
+        found[f"/{file.relative_to(folder)}"] = Encoded(file.read_bytes(), kind + charset)
     return {**found, "/": found["/index.html"]}
-
-
-_ENDPOINTS = [
-    healthz, readyz, metrics, status, history, leases,
-    warm, lease, release, preview, forget, quota,
-]  # fmt: skip
 
 
 def make_app(poll: Poll, order: Order) -> App:
@@ -393,4 +372,5 @@ def make_app(poll: Poll, order: Order) -> App:
     pages = _read_page()
     is_local = is_loopback(f"tcp://{order.address}")
     guard = Guard(order.token, is_local, is_local and order.key is None, pages)
-    return Dispatch(_ENDPOINTS, pages, ApiState(poll, LiveStatus(poll), registry, CachedLeases(poll.client)), guard)
+    endpoints = [healthz, readyz, metrics, status, history, leases, warm, lease, release, preview, forget, quota]
+    return Dispatch(endpoints, pages, ApiState(poll, LiveStatus(poll), registry, CachedLeases(poll.client)), guard)

@@ -22,24 +22,11 @@ from kvdepot.web.guard import HEADERS, Gone, Guard, Problem, Receive, Refused, R
 
 log = logging.getLogger(__name__)
 
-HTTP_STATUS = {
-    "bad_request": 400,
-    "layout": 400,
-    "config": 400,
-    "protocol": 400,
-    "unknown_request": 404,
-    "unknown_instance": 404,
-    "busy": 429,
-    "unavailable": 503,
-    "unknown_client": 503,
-    "deadline": 504,
-    "tier": 502,
-    "version": 502,
-    "error": 500,
-    "internal": 500,
-    "arena": 500,
-    "device": 500,
-}
+_CODES = {
+    400: "bad_request layout config protocol", 404: "unknown_request unknown_instance", 429: "busy",
+    500: "error internal arena device", 502: "tier version", 503: "unavailable unknown_client", 504: "deadline",
+}  # fmt: skip
+HTTP_STATUS = {code: status for status, codes in _CODES.items() for code in codes.split()}
 _THREADS = 40
 _JSON = "application/json"
 

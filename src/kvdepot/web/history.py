@@ -13,6 +13,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvdepot.protocol.counters import SERVER
+from kvdepot.protocol.figures import figures
 from kvdepot.protocol.metrics import BOUNDS_S, percentile
 from kvdepot.protocol.status import Status
 
@@ -21,6 +22,8 @@ _SECONDS, _TENS = 900, 2000
 _TEN = 10
 _LOST = tuple(counted.name for counted in SERVER if counted.where == "Memory")
 """Counters of chunks that memory lost or did not take."""
+_KEPT = [figure for figure in figures(Status) if figure.kind != "gauge"]
+"""Figures that a point has, under the names of their metrics."""
 _NONE = [0] * (len(BOUNDS_S) + 1)
 
 Point: TypeAlias = dict[str, float]
@@ -84,14 +87,8 @@ def measure(before: Status | None, now: Status, time_s: float) -> Point:
     point = {
         "time_s": time_s,
         "boot": float(int(now.boot[:12] or "0", 16)),  # 48 bits, which a double holds exactly
-        "asked_tokens": now.tokens.asked,
-        "found_tokens": now.tokens.found,
-        "reused_tokens": now.tokens.reused,
-        "saved_prefill_s": now.saved.prefill_s,
         "saved_requests": sum(sum(each.counts) for each in now.histograms if each.name == "saved_seconds"),
-        "stored_bytes": now.stored_bytes,
-        "retrieved_bytes": now.retrieved_bytes,
-        "used_bytes": now.used_bytes,
+        **{figure.metric: figure.of(now) for figure in _KEPT},
         **{name: now.counters.get(name, 0) for name in _LOST},
     }
     point |= {f"tier_bytes.{tier.name}": tier.bytes for tier in now.tiers if tier.bytes is not None}

@@ -17,7 +17,7 @@ from kvdepot.eviction import Policy
 from kvdepot.eviction.ages import Ages
 from kvdepot.eviction.shares import victim_for
 from kvdepot.protocol.keys import tenant_salt
-from kvdepot.protocol.quotas import Quota, fault_of, name_of, shortest
+from kvdepot.protocol.quotas import Quota, fault_of, shortest
 
 MOST_MOVED = 1 << 17
 """Chunks that change their account, or whose ages are recorded, in one step of some tenths of a second."""
@@ -96,7 +96,7 @@ class Accounts:
             return "clients without a tenant cannot have a quota"
         quotas = {(each.tenant, each.tag): each.quota for each in self._all if each is not self.rest}
         quotas[tenant, tag] = quota
-        return fault_of([(name_of(*owner), each) for owner, each in quotas.items()], self._capacity)
+        return fault_of(quotas.values(), self._capacity)
 
     def set_quota(self, namespaces: Sequence[Namespace], owner: tuple[str, bytes], quota: Quota | None) -> None:
         """Give the tenant or the salt of `owner` (tenant, tag) a quota, another one, or none, and its chunks in these

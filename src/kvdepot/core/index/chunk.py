@@ -12,7 +12,7 @@ import msgspec
 from kvdepot.core.index import states
 from kvdepot.core.index.states import ChunkState
 from kvdepot.eviction import Policy, Victim
-from kvdepot.eviction.shares import FairShare, ShareBounds
+from kvdepot.eviction.shares import FairShare
 from kvdepot.memory.allocator import Extents
 from kvdepot.protocol.keys import tenant_salt
 from kvdepot.protocol.quotas import Quota, name_of
@@ -115,11 +115,11 @@ class Account(FairShare):
         capacity: int,
         wanted: Callable[[Account, float], Chunk | None],
     ) -> None:
-        super().__init__(policy, is_unwanted, capacity, ShareBounds(quota.floor_bytes, quota.cap_bytes, quota.weight))
+        super().__init__(policy, is_unwanted, capacity)
         self.wanted = wanted
         self.tenant, self.tag = owner
         self.salt = tenant_salt(*owner)
-        self.quota = quota
+        self.set(quota)
         self.chunks = 0
         self.evicted = 0  # chunks
         self.capped = 0  # shards not stored because of the cap
@@ -133,7 +133,7 @@ class Account(FairShare):
     def set(self, quota: Quota) -> None:
         """Change the quota. If chunks expire sooner than before, the caller records their ages."""
         self.quota = quota
-        self.set_bounds(ShareBounds(quota.floor_bytes, quota.cap_bytes, quota.weight))
+        self.set_bounds(quota.floor_bytes, quota.cap_bytes, quota.weight)
 
     def is_nearly_full(self) -> bool:
         """Whether less than an eighth of its cap is left, not counting what is leaving."""

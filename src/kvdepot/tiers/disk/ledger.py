@@ -16,7 +16,7 @@ from typing import cast
 
 from kvdepot.eviction import POLICIES, Victim
 from kvdepot.eviction.ages import Ages, WallClock
-from kvdepot.eviction.shares import FairShare, ShareBounds, victim_for
+from kvdepot.eviction.shares import FairShare, victim_for
 from kvdepot.protocol.quotas import Quota
 from kvdepot.tiers.rules import NO_RULES, Rules, owner_of, tenant_of
 
@@ -84,7 +84,7 @@ class Ledger:
                 if self.ranked:
                     self.rank()
             for prefix, quota in rules.quotas.items():
-                self._shares[prefix].set_bounds(_bounds(quota))
+                self._shares[prefix].set_bounds(quota.disk_floor_bytes, quota.disk_cap_bytes, quota.weight)
 
     def _ttl_of(self, entry: Entry) -> int:
         return self._rules.ttl_of(entry.name)
@@ -101,7 +101,9 @@ class Ledger:
             self._share_of(entry.owner).mark_leaving(-entry.charge)
 
     def _new_share(self, quota: Quota) -> FairShare:
-        return FairShare(self._policy(), _is_unread, self.capacity_bytes, _bounds(quota))
+        share = FairShare(self._policy(), _is_unread, self.capacity_bytes)
+        share.set_bounds(quota.disk_floor_bytes, quota.disk_cap_bytes, quota.weight)
+        return share
 
     def _share_of(self, owner: str) -> FairShare:
         return self._shares.get(owner) or self._shares.get(tenant_of(owner), self._rest)
@@ -273,10 +275,6 @@ class Ledger:
             entry.settled = True
             if not entry.readers:
                 self.free(entry.charge, entry.owner)
-
-
-def _bounds(quota: Quota) -> ShareBounds:
-    return ShareBounds(quota.disk_floor_bytes, quota.disk_cap_bytes, quota.weight)
 
 
 def _is_unread(victim: Victim) -> bool:

@@ -49,7 +49,7 @@ export const GAINS = [
     title: "TTFT saved per request",
     format: format.duration,
     steps: TIME_STEPS,
-    lines: [{ name: "saved_prefill_s", by: "saved_requests", label: "Saved", colour: "--teal", filled: true }],
+    lines: [{ name: "saved_prefill_seconds", by: "saved_requests", label: "Saved", colour: "--teal", filled: true }],
   },
 ];
 
@@ -102,7 +102,7 @@ const bytesOf = (title, name, capacity) => ({
 /** The charts of memory and tiers: one of bytes for each, then what happens there. */
 export function usesOf(status) {
   return [
-    bytesOf("Bytes in memory", "used_bytes", status.capacity_bytes),
+    bytesOf("Bytes in memory", "memory_used_bytes", status.capacity_bytes),
     ...status.tiers.map((tier) => bytesOf(`Bytes in ${format.place(tier.name)}`, `tier_bytes.${tier.name}`, tier.capacity_bytes)),
     ...usesAt(status.bounds_s),
     lostOf(status.losses),

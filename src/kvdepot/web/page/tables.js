@@ -39,8 +39,8 @@ export function showUsers(status) {
     ["num", (tenant) => (tenant.asked_tokens ? count(tenant.asked_tokens) : none), (tenant) => exact(tenant.asked_tokens)],
     ["num", (tenant) => share(shareOf(tokensOf(tenant), tenant.reused_tokens)), (tenant) => exact(tenant.reused_tokens)],
     ["num", (tenant) => bytes(tenant.used_bytes)],
-    ["num", (tenant) => limit(tenant.floor_bytes)],
-    ["num", (tenant) => limit(tenant.cap_bytes)],
+    ["num", (tenant) => limit(tenant.quota?.floor_bytes)],
+    ["num", (tenant) => limit(tenant.quota?.cap_bytes)],
     ["num more", (tenant) => count(tenant.evicted_chunks)],
     ["num more", (tenant) => count(tenant.capped_chunks)],
   ]);
@@ -118,14 +118,8 @@ export function showEvents(status) {
 
 const UNITS = { bytes, s: rough, tokens: (value) => count(Math.round(value)), "bytes/s": format.byteRate };
 
-/** Names of histograms, for people. */
-const NAMES = {
-  hit_tokens: "Tokens found by a lookup",
-  eviction_age_seconds: "Age of chunks at eviction",
-  eviction_idle_seconds: "Time unused before eviction",
-  reuse_after_seconds: "Time until a chunk was used again",
-  saved_seconds: "TTFT saved per request",
-};
+/** The value of a gauge of the status, in the unit that its name ends with. */
+const gauge = (field, value) => (field.endsWith("_bytes") ? bytes : field.endsWith("_s") ? rough : count)(value);
 
 const windowOf = (window) => (window.isAll ? "since the start" : windowName(window.window_s));
 
@@ -163,10 +157,14 @@ export function showDetails(status, history) {
   };
   $("histograms-part").hidden = !seen.length;
   rows($("histograms"), seen, (each) => each.name, [
-    ["name", (each) => NAMES[each.name] ?? each.name.replaceAll("_", " "), (each) => each.name],
+    ["why", (each) => status.meanings[each.name] ?? each.name, (each) => each.name],
     ["num", (each) => count(total(each)), (each) => exact(total(each))],
     ["num", at(0.5)],
     ["num", at(0.9)],
     ["num", (each) => text(each, each.sum / total(each))],
+  ]);
+  rows($("figures"), Object.keys(status.meanings).filter((field) => status[field] != null), (field) => field, [
+    ["why", (field) => status.meanings[field], (field) => field],
+    ["num", (field) => gauge(field, status[field]), (field) => exact(status[field])],
   ]);
 }
