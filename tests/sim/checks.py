@@ -380,7 +380,7 @@ class Checks:
         assert not any(waiting), f"requests that nobody will answer: {waiting}"
         tiering = self.depot.tiering
         assert not tiering.loads and not tiering.loads._arrivals and not tiering.forgettings, tiering
-        assert not tiering.loads.arriving_bytes
+        assert not tiering.loads.arriving_bytes and not tiering.loads._wanted
         demoting_bytes = sum(each.leaving for each in self.index.accounts.all())
         assert not demoting_bytes, f"{demoting_bytes} bytes are still on their way out"
         for tier in tiering._tiers:
