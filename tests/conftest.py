@@ -29,6 +29,7 @@ from kvdepot.core.index.index import Index
 from kvdepot.errors import KVDepotError
 from kvdepot.memory import shm
 from kvdepot.protocol import wire
+from tests import ports
 
 try:
     import click  # noqa: F401
@@ -232,17 +233,18 @@ def held() -> Counter[str]:
     for path in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):  # it has ended
             names += [f"thread {name}" for name in [path.read_text().strip()] if name.startswith("ZMQ")]
-    return Counter(names)
+    return Counter(names) - Counter({"descriptor of socket": len(ports.held)})
 
 
 @pytest.fixture(autouse=True)
-def _nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+def _nothing_leaks(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """What a test opened, mapped or started in this process is gone when it and its own fixtures have ended."""
     before = held()
     yield
     if not held() - before:
         return
     request.node.funcargs.clear()  # the values of fixtures that have ended
+    caplog.get_records("call").clear()  # they keep the frames of logged errors
     gc.collect()
     deadline = time.monotonic() + SETTLE_S
     while (left := held() - before) and time.monotonic() < deadline:

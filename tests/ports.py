@@ -11,7 +11,8 @@ import pytest
 
 _FIRST, _LAST = 15_000, 65_535
 
-_held: list[socket.socket] = []
+held: list[socket.socket] = []
+"""Names of ports that this process has been given, until it ends."""
 
 
 def free_port() -> int:
@@ -22,15 +23,15 @@ def free_port() -> int:
     draw = random.Random()  # not the one that a test may have seeded
     for _ in range(1000):
         port = draw.choice(_unasked())
-        held = socket.socket(socket.AF_UNIX)
+        name = socket.socket(socket.AF_UNIX)
         try:
-            held.bind(f"\0kvdepot-test-port-{port}")  # a name that ends with this process
+            name.bind(f"\0kvdepot-test-port-{port}")  # a name that ends with this process
             with socket.create_server(("127.0.0.1", port)):
                 pass
         except OSError:
-            held.close()
+            name.close()
             continue
-        _held.append(held)
+        held.append(name)
         return port
     raise AssertionError("a thousand ports were taken")
 
