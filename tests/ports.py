@@ -16,9 +16,9 @@ held: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """One that nobody listens at, and that no connection and no other process of tests is given before we end.
+    """Return a port at which nobody listens, and which no other connection or process of tests gets before we end.
 
-    What a bind to port 0 finds is free a moment only: the kernel gives it to the next connection that is made.
+    A port that a bind to port 0 finds is free for a moment only: the kernel gives this port to the next connection.
     """
     draw = random.Random()  # not the one that a test may have seeded
     for _ in range(1000):
@@ -38,7 +38,7 @@ def free_port() -> int:
 
 @functools.cache
 def _unasked() -> list[int]:
-    """Ports that the kernel gives to nobody who did not ask for them."""
+    """Ports outside the range from which the kernel chooses one for a connection."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     return [port for port in range(_FIRST, _LAST + 1) if not first <= port <= last] or [*range(_FIRST, _LAST + 1)]
 

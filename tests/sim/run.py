@@ -98,7 +98,7 @@ class Run(Host):
         return world
 
     def faults(self) -> list[Callable[..., None]]:
-        """Those that may be drawn for this run, beside the stores'."""
+        """The faults that may be drawn for this run, beside the faults of stores."""
         return FAULTS
 
     def _start_engines(self) -> None:
@@ -445,7 +445,7 @@ AT_COPIES = {Run.kill_server, Run.freeze_server, Run.cut_link, Run.kill_engine}
 """Faults that are drawn to copies: half of them strike in the middle of one."""
 
 AT_TIER_TASKS = {Run.kill_server, Run.freeze_server, Run.forget, Run.hang_tier}
-"""Those that are drawn to what is asked of tiers."""
+"""Faults that are drawn to tasks of tiers: half of them strike in the middle of a task."""
 
 EXPECTED = frozenset(
     """

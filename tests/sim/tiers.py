@@ -269,7 +269,7 @@ class Forgot:
     clean: bool = False
     """Every tier has said that it is done."""
     through: bool = False
-    """Memory has none of it left; until then what is there must be given to nobody."""
+    """The server has gone through its memory. Before, it must give the forgotten chunks in memory to nobody."""
     void: bool = False
     """The server died before: its memory may come back."""
 
