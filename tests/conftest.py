@@ -239,12 +239,12 @@ def held() -> Counter[str]:
 def _nothing_leaks(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """What a test opened, mapped or started in this process is gone when it and its own fixtures have ended.
 
-    vLLM's parts and GPUs' drivers open things for the whole process when they are used first.
+    Unit tests alone are looked at: libraries of stores, vLLM and drivers of GPUs open things for the whole process.
     """
-    is_ours = not any(map(request.node.get_closest_marker, ("vllm", "gpu")))
+    is_unit = not any(map(request.node.get_closest_marker, ("faults", "gpu", "vllm")))
     before = held()
     yield
-    if not is_ours or not held() - before:
+    if not is_unit or not held() - before:
         return
     request.node.funcargs.clear()  # the values of fixtures that have ended
     caplog.get_records("call").clear()  # they keep the frames of logged errors

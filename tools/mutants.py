@@ -222,7 +222,9 @@ def possible(path: Path, file: str) -> Iterator[Fault]:
             continue
         for node in walk(function):
             match node:
-                case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in TURNED:
+                case ast.Compare(left=ast.expr() as left, ops=[op], comparators=[right]) if type(
+                    op
+                ) in TURNED and not isinstance(left, ast.NamedExpr):
                     start, end = span(node)
                     yield Fault(
                         file, node.lineno, "comparison", start, end, f"{text(left)} {TURNED[type(op)]} {text(right)}"
