@@ -17,7 +17,8 @@ EVERYTHING := $(VENV)/dev $(VENV)/vllm
 help:
 	@echo "make demo       kvdepot certify on two small models; then chats with the depot and without; writes pages to build/demo"
 	@echo "make demo-cluster  the same over two depots that share a pool of memory (Mooncake Store)"
-	@echo "make test       all tests: unit tests, real faults (six files at a time), real vLLM engines; make test-fast: unit tests only"
+	@echo "make test       all tests: unit tests, real faults (six files at a time), real vLLM engines"
+	@echo "make test-fast  what a change of core or client needs in two minutes: their unit tests, and seeds of both simulations"
 	@echo "                a failed test is rerun once, alone; if it then passes, the last lines report it as FLAKY"
 	@echo "make test-versions  the connector with other releases of vLLM, and upgrades from them (VERSIONS=0.30.0 for one)"
 	@echo "make sim        10,000 simulated runs of server, clients and engines; SEED=n make sim replays one"
@@ -41,7 +42,7 @@ test: $(EVERYTHING) $(VENV)/promtool $(VENV)/peft
 	$(BIN)/python scripts/run_tests.py
 
 test-fast: $(EVERYTHING)
-	$(BIN)/python scripts/run_tests.py unit
+	$(BIN)/python scripts/run_tests.py fast
 
 # Releases that are served beside VLLM: those with a wheel for processors run, others without their kernels.
 OLDER_VLLM := 0.30.0 0.31.0

@@ -1,6 +1,6 @@
 """Run the parts of the test suite, and rerun each failed test once, alone.
 
-    python scripts/run_tests.py [unit] [faults] [vllm]
+    python scripts/run_tests.py [fast] [unit] [faults] [vllm]
 
 A test that passes the second time is flaky: the last lines name it, its first failure stays in the output above, and
 the run succeeds. The run fails if a test fails twice, or by a failure that is not that of a single test: more than
@@ -26,8 +26,11 @@ from typing import Any, NamedTuple
 import pytest
 
 WITHOUT_VLLM = ["--ignore", "tests/vllm", "--ignore", "tests/huggingface", "tests"]  # importing vLLM takes ten seconds
+SMALL = ["client", "core", "eviction", "integrations", "memory", "protocol", "server", "test_structure.py"]
+"""What a change of core or client needs, beside seeds of both simulations."""
 BY_FILE = ["--dist", "loadfile", "--no-loadscope-reorder"]  # in the order of tests/conftest.py, the longest first
 PARTS = {
+    "fast": ["-m", "fast or not (vllm or faults or gpu)", "-n", "2", *BY_FILE, "tests/vllm/test_sim.py", "tests/sim"],
     "unit": ["-m", "not vllm and not faults and not gpu", "-n", "2", *BY_FILE, *WITHOUT_VLLM],
     "faults": ["-m", "faults", "-n", "6", *BY_FILE, *WITHOUT_VLLM],  # they wait, mostly
     "vllm": ["-m", "vllm", "-n", "3", *BY_FILE, "tests/vllm", "tests/huggingface"],
@@ -43,7 +46,8 @@ class Interpreter(NamedTuple):
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Of torch in a process of tests: several spin for each other on small tensors, beside a part's other processes."""
-WITHIN = {"vllm": Interpreter(environ=ONE_THREAD)}
+PARTS["fast"] += [f"tests/{name}" for name in SMALL]
+WITHIN = {"fast": Interpreter(environ=ONE_THREAD), "vllm": Interpreter(environ=ONE_THREAD)}
 """Parts that are not run by this Python as it is. `make test-gpu` is none of them."""
 MOST = 5
 """Maximum number of tests of a part that are rerun; if more fail, the change under test is broken."""
@@ -66,8 +70,8 @@ class PartFailed(Exception):
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="run_tests.py", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
-    names = parser.parse_args().parts or list(PARTS)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all but fast")
+    names = parser.parse_args().parts or [name for name in PARTS if name != "fast"]
     for name in names:
         if name not in PARTS:
             parser.error(f"{name!r} is none of {', '.join(PARTS)}")

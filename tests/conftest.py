@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,6 +29,7 @@ from kvdepot.core.index.index import Index
 from kvdepot.errors import KVDepotError
 from kvdepot.memory import shm
 from kvdepot.protocol import wire
+from tests import ports
 
 try:
     import click  # noqa: F401
@@ -37,14 +40,16 @@ else:
 
 SHM = Path("/dev/shm")
 HANG_S = 120.0
-"""After so long what must happen at some time is taken for hung. A bound on hangs, not on speed: others may have the
-machine."""
+"""A wait of so many seconds is taken for a hang. This bounds hangs, not speed: other programs may use the machine."""
 LONGEST = (
-    "test_mooncake.py", "test_docs.py", "test_bench.py", "test_limits.py", "test_certify.py", "test_trust.py",
-    "test_engine.py", "test_speculation.py", "test_processes.py", "test_production.py", "test_oracle.py",
+    "test_sim.py", "test_mooncake.py", "test_docs.py", "test_bench.py", "test_limits.py", "test_certify.py",
+    "test_trust.py", "test_engine.py", "test_speculation.py", "test_processes.py", "test_production.py",
+    "test_oracle.py",
 )  # fmt: skip
 """Files that take longest. They run first, the longest before the others: the last worker that is busy should not be
 busy with one of them alone."""
+FAST = "tests/sim/test_sim.py::test_no_invariant", "tests/vllm/test_sim.py::test_no_invariant"
+"""Tests of `make test-fast` beside unit tests: the first seeds of both simulations."""
 MARKS = {"gpu": "gpu", "huggingface": "vllm", "tiers": "faults", "vllm": "vllm"}
 """The marks of tests by their folder. Those of tiers run against real servers, which takes its time."""
 os.environ.setdefault("KVDEPOT_HTTP", "off")  # of every server of these tests, but where HTTP is what they test
@@ -77,6 +82,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if mark := MARKS.get(item.path.relative_to(Path(__file__).parent).parts[0]):
             item.add_marker(mark)
+        if item.nodeid.startswith(FAST):
+            item.add_marker("fast")
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = HANG_S) -> Any:
@@ -207,6 +214,45 @@ class Depot:
 
 
 StartDepot = Callable[..., Depot]
+
+
+SETTLE_S = 10.0
+"""How long what a test has ended may take to be gone: threads of ZeroMQ end on their own."""
+
+
+def held() -> Counter[str]:
+    """What this process holds and a test can leak, by name: descriptors, mapped files of shared memory, threads."""
+    names: list[str] = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of this loop, or another thread has closed it
+            names.append(f"descriptor of {str(path.readlink()).partition(':[')[0]}")  # without a socket's number
+    maps = Path("/proc/self/maps").read_text()
+    names += [f"map of {file}" for file in re.findall(r"(?:/dev/shm/|/tmp/|/memfd:).*", maps)]
+    names += [f"thread {thread.name}" for thread in threading.enumerate()]
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended
+            names += [f"thread {name}" for name in [path.read_text().strip()] if name.startswith("ZMQ")]
+    return Counter(names) - Counter({"descriptor of socket": len(ports.held)})
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What a test opened, mapped or started in this process is gone when it and its own fixtures have ended.
+
+    Unit tests alone are looked at: libraries of stores, vLLM and drivers of GPUs open things for the whole process.
+    """
+    is_unit = not any(map(request.node.get_closest_marker, ("faults", "gpu", "vllm")))
+    before = held()
+    yield
+    if not is_unit or not held() - before:
+        return
+    request.node.funcargs.clear()  # the values of fixtures that have ended
+    caplog.get_records("call").clear()  # they keep the frames of logged errors
+    gc.collect()
+    deadline = time.monotonic() + SETTLE_S
+    while (left := held() - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left, f"leaked: {dict(left)}"
 
 
 @pytest.fixture(scope="session", autouse=True)

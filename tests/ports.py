@@ -11,33 +11,34 @@ import pytest
 
 _FIRST, _LAST = 15_000, 65_535
 
-_held: list[socket.socket] = []
+held: list[socket.socket] = []
+"""Names of ports that this process has been given, until it ends."""
 
 
 def free_port() -> int:
-    """One that nobody listens at, and that no connection and no other process of tests is given before we end.
+    """Return a port at which nobody listens, and which no other connection or process of tests gets before we end.
 
-    What a bind to port 0 finds is free a moment only: the kernel gives it to the next connection that is made.
+    A port that a bind to port 0 finds is free for a moment only: the kernel gives this port to the next connection.
     """
     draw = random.Random()  # not the one that a test may have seeded
     for _ in range(1000):
         port = draw.choice(_unasked())
-        held = socket.socket(socket.AF_UNIX)
+        name = socket.socket(socket.AF_UNIX)
         try:
-            held.bind(f"\0kvdepot-test-port-{port}")  # a name that ends with this process
+            name.bind(f"\0kvdepot-test-port-{port}")  # a name that ends with this process
             with socket.create_server(("127.0.0.1", port)):
                 pass
         except OSError:
-            held.close()
+            name.close()
             continue
-        _held.append(held)
+        held.append(name)
         return port
     raise AssertionError("a thousand ports were taken")
 
 
 @functools.cache
 def _unasked() -> list[int]:
-    """Ports that the kernel gives to nobody who did not ask for them."""
+    """Ports outside the range from which the kernel chooses one for a connection."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     return [port for port in range(_FIRST, _LAST + 1) if not first <= port <= last] or [*range(_FIRST, _LAST + 1)]
 

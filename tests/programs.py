@@ -1,4 +1,4 @@
-"""Programs and libraries that read what we ship. One that is missing skips its test at home and fails it in CI."""
+"""Programs and libraries that read what we ship. Where a program is missing, its test is skipped, or fails in CI."""
 
 from __future__ import annotations
 

@@ -1,17 +1,21 @@
 """Plant small faults into the source, one at a time, and count how many of them the test suite notices.
 
-    python tools/mutants.py [--tree DIR] [--as-in DIR] [--seed N] [--count N] [--seconds N] [--jobs N] [--out FILE]
+    python tools/mutants.py [--tree DIR] [--python FILE] [--seed N] [--count N] [--like FILE] [--out FILE]
     python tools/mutants.py --planted [NAME...] [--seconds N] [--jobs N]
 
-A seed draws the faults, an equal number from each area and as evenly as possible from each kind (see `KINDS`). Each
-fault runs in a copy of the tree: pytest stops at the first failure or after `--seconds`, over the test files in a fixed
-order: the one of the faulty module's name, the simulation, those that import the module, those of its folder, all
-others. Tests that need a real engine or a GPU do not run. A fault is noticed if a test fails in this time. The result
-is a JSON file with one entry per fault, and a table. It is resumable: faults that FILE has are not run again.
+A seed draws the faults: one after the other from an area of the source, the larger the area the more often, and as
+evenly as possible from each kind (see `KINDS`). Faults of equivalents.jsonl are not drawn: no test can notice these,
+for the reason in their line. Each fault runs in a copy of the tree. pytest stops at the first failure, or when it has
+used the processor for `--seconds`, over the test files in a fixed order: the one of the faulty module's name, the
+simulation, those that import the module, those of its folder. A fault of vLLM's connector runs tests of tests/vllm
+alone. Tests that start an engine or need a GPU do not run.
 
-`--tree` measures another checkout with its own tests, for a comparison of two versions of the suite. With `--as-in`,
-only faults are drawn that can be planted in that checkout, too: in a line that stands once in each, in functions of one
-name. Two runs, each with the other's checkout, then plant the same faults.
+A fault is noticed if a test fails, or if a test hangs: it is under way for half of the time, and passes in as much
+time without the fault. The result is a JSON file with one entry per fault, and a table. It is resumable: faults that
+FILE has are not run again.
+
+`--tree` measures another checkout with its own tests. `--like` compares two versions of the suite: it takes the faults
+from the result of the other version, as far as this tree has their line once, in a function of the same name.
 
 `--planted` plants the faults of planted.jsonl instead, all or those named: one fault a line, its name, its edits (file,
 old text, new text) and the seed soon after which the simulation was last seen to notice it, or with `by` the test files
@@ -26,6 +30,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -36,9 +41,15 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-AREAS = ("core", "client", "memory", "tiers", "protocol", "integrations")
+if TYPE_CHECKING:
+    import pytest
+
+AREAS = (
+    "core", "client", "devices", "eviction", "integrations/lmcache", "integrations/vllm", "library", "memory",
+    "protocol", "tiers",
+)  # fmt: skip
 KINDS = ("comparison", "dropped line", "off by one", "wrong key", "missing release", "negation")
 RELEASES = ("release", "free", "close", "unpin", "discard", "pop", "clear", "cancel", "unlink", "erase", "remove")
 TURNED = {
@@ -53,12 +64,17 @@ TURNED = {
 }
 GENERIC = ("list", "dict", "tuple", "set", "type", "deque", "Counter", "Callable", "Iterable")
 LOGGING = ("debug", "info", "warning", "error", "exception")
-PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
-PYTEST += ["--no-header", "--tb=no", "-m", "not vllm and not gpu"]
+PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "mutants", "--no-header", "--tb=no"]
 # It compares the source with planted.jsonl, so it would notice a fault for its text, not for its behaviour.
 PYTEST += ["--deselect", "tests/test_structure.py::test_every_planted_fault_names_text_that_stands_once_in_its_file"]
-FIRST = 10
-"""Test files that run first, in a pytest of their own."""
+PYTEST += ["-k", "not test_a_planted_bug"]
+WITH_ENGINES = ("Engine", "START_S", "ROOT")
+"""Names of tests/vllm/engines.py. The tests of a module that imports one of them start engines by themselves."""
+WAITS = 4
+"""How many times `--seconds` the tests may take by the clock: they wait, and others may have the processor."""
+UNDER_WAY = "under_way.json"
+"""Where the plugin notes the test that runs, and the seconds of the processor and of the clock before it."""
+_BEGAN = time.monotonic()
 COPIED = ("src", "tests", "docs", "deploy", "scripts", "bench", "demo", "tools", ".github")
 
 
@@ -80,7 +96,6 @@ class Fault(NamedTuple):
 class Place(NamedTuple):
     """A fault as it can be found in another tree: the function and the line, without indentation, and where in it."""
 
-    area: str
     kind: str
     function: str
     line: str
@@ -91,11 +106,11 @@ class Place(NamedTuple):
 def main() -> int:
     parser = argparse.ArgumentParser(prog="mutants.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tree", type=Path, default=Path(__file__).resolve().parent.parent)
-    parser.add_argument("--as-in", type=Path, metavar="DIR", help="draw faults that can be planted there, too")
+    parser.add_argument("--like", type=Path, metavar="FILE", help="the faults of this result of another tree")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the tree's environment")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=160)
-    parser.add_argument("--seconds", type=float, default=60, help="of tests, for each fault")
+    parser.add_argument("--seconds", type=float, default=60, help="of the processor, for each fault")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("mutants.json"))
     parser.add_argument("--draw", action="store_true", help="show the faults and run nothing")
@@ -103,11 +118,15 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.planted is not None:
         return planted(asked.tree, asked.planted, asked.python, asked.seconds, asked.jobs)
-    faults = draw(asked.tree, asked.seed, asked.count, asked.as_in)
+    other: dict[str, dict[str, Any]] = json.loads(asked.like.read_text()) if asked.like else {}
+    known = by_place(asked.tree)
+    wanted = {Place(*entry["place"]): entry for entry in other.values()}
+    faults = [known[place] for place in wanted if place in known] or draw(known, asked.tree, asked.seed, asked.count)
     if asked.draw:
         print(*(fault.name for fault in faults), sep="\n")
         return 0
-    done: dict[str, dict[str, object]] = json.loads(asked.out.read_text()) if asked.out.exists() else {}
+    done: dict[str, dict[str, Any]] = json.loads(asked.out.read_text()) if asked.out.exists() else {}
+    places = {fault: place for place, fault in known.items()}
     with copies(asked.tree, asked.jobs) as trees:
 
         def work(fault: Fault) -> None:
@@ -116,50 +135,63 @@ def main() -> int:
                 done[fault.name] = run(asked.tree, tree, fault, asked.python, asked.seconds)
             finally:
                 trees.append(tree)
+            done[fault.name]["place"] = places[fault]
             asked.out.write_text(json.dumps(done, indent=1))
             print(f"{len(done):4} {done[fault.name]['by'] or 'NOT NOTICED'}: {fault.name}", flush=True)
 
         with ThreadPoolExecutor(asked.jobs) as pool:
             list(pool.map(work, [fault for fault in faults if fault.name not in done]))
     show(faults, done)
+    if other:
+        before = [bool(wanted[places[fault]]["by"]) for fault in faults]
+        print(
+            f"{len(other)} faults in {asked.like}; {len(faults)} can be planted here, {sum(before)} were noticed there"
+        )
     return 0
 
 
 # -- drawing
 
 
-def draw(tree: Path, seed: int, count: int, other: Path | None = None) -> list[Fault]:
-    """The faults of a seed: area after area, kind after kind, until there are `count`. other: a tree that has them."""
+def draw(known: dict[Place, Fault], tree: Path, seed: int, count: int) -> list[Fault]:
+    """The faults of a seed: from one area after the other, and of one kind after the other, until there are `count`."""
     dice = random.Random(seed)
+    listed = Path(__file__).with_name("equivalents.jsonl").read_text().splitlines()
+    equivalents = {Place(*json.loads(line)["place"]) for line in listed}
     pools: dict[tuple[str, str], list[Fault]] = {}
-    here = by_place(tree)
-    places = sorted(here.keys() & by_place(other).keys()) if other else list(here)
-    for place in places:
-        pools.setdefault((place.area, place.kind), []).append(here[place])
+    for place, fault in known.items():
+        if place not in equivalents:
+            pools.setdefault((area_of(fault.file), fault.kind), []).append(fault)
     for pool in pools.values():
         dice.shuffle(pool)
+    sizes = [sum(len(path.read_bytes().splitlines()) for path in files_of(tree, area)) for area in AREAS]
     drawn: list[Fault] = []
-    while len(drawn) < count and any(pools.values()):
-        for kind in KINDS:
-            for area in AREAS:
-                if pools.get((area, kind)):
-                    drawn.append(pools[area, kind].pop())
-    return drawn[:count]
+    while len(drawn) < min(count, len(known) - len(equivalents)):
+        pool = pools.get((*dice.choices(AREAS, sizes), KINDS[len(drawn) % len(KINDS)]), [])  # type: ignore[arg-type]
+        drawn += [pool.pop()] if pool else []
+    return drawn
+
+
+def files_of(tree: Path, area: str) -> list[Path]:
+    return sorted((tree / "src/kvdepot" / area).rglob("*.py"))
+
+
+def area_of(file: str) -> str:
+    return next(area for area in AREAS if file.startswith(f"src/kvdepot/{area}/"))
 
 
 def by_place(tree: Path) -> dict[Place, Fault]:
     """Every fault that can be planted, by its place, unless that stands twice in the tree."""
     found: dict[Place, list[Fault]] = {}
-    for area in AREAS:
-        for path in sorted((tree / "src/kvdepot" / area).rglob("*.py")):
-            source = path.read_bytes()
-            lines, functions = source.splitlines(), functions_of(source)
-            for fault in possible(path, str(path.relative_to(tree))):
-                within = [name for first, last, name in functions if first <= fault.line <= last]
-                line = lines[fault.line - 1].decode()
-                at = fault.start - source.rfind(b"\n", 0, fault.start) - 1 - (len(line) - len(line.lstrip()))
-                place = Place(area, fault.kind, within[-1] if within else "", line.strip(), at, fault.text)
-                found.setdefault(place, []).append(fault)
+    for path in [path for area in AREAS for path in files_of(tree, area)]:
+        source = path.read_bytes()
+        lines, functions = source.splitlines(), functions_of(source)
+        for fault in possible(path, str(path.relative_to(tree))):
+            within = [name for first, last, name in functions if first <= fault.line <= last]
+            line = lines[fault.line - 1].decode()
+            at = fault.start - source.rfind(b"\n", 0, fault.start) - 1 - (len(line) - len(line.lstrip()))
+            place = Place(fault.kind, within[-1] if within else "", line.strip(), at, fault.text)
+            found.setdefault(place, []).append(fault)
     return {place: faults[0] for place, faults in found.items() if len(faults) == 1}
 
 
@@ -190,7 +222,9 @@ def possible(path: Path, file: str) -> Iterator[Fault]:
             continue
         for node in walk(function):
             match node:
-                case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in TURNED:
+                case ast.Compare(left=ast.expr() as left, ops=[op], comparators=[right]) if type(
+                    op
+                ) in TURNED and not isinstance(left, ast.NamedExpr):
                     start, end = span(node)
                     yield Fault(
                         file, node.lineno, "comparison", start, end, f"{text(left)} {TURNED[type(op)]} {text(right)}"
@@ -254,48 +288,67 @@ def copy(tree: Path, target: Path) -> Path:
 
 
 def order(tree: Path, fault: Fault) -> list[str]:
-    """The test files, the likeliest to notice the fault first."""
+    """The test files for a fault, the likeliest to notice it first."""
     module = fault.file.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    area = Path(fault.file).parts[2]
+    folder = area_of(fault.file).rpartition("/")[2]
 
-    def rank(path: Path) -> tuple[int, str]:
-        source, inner = path.read_text(), path.relative_to(tree / "tests")
+    def rank(path: Path) -> int:
+        source = path.read_text()
         if path.stem == f"test_{module.rpartition('.')[2]}":
-            return 0, str(path)
-        if inner.parts[0] == "sim":
-            return 1, str(path)
+            return 0
+        if path.stem == "test_sim":
+            return 3 if folder == "vllm" else 1  # to import vLLM takes half of the time
         if f"{module} " in source or f"{module}\n" in source:
-            return 2, str(path)
-        return (3 if inner.parts[0] == area else 4), str(path)
+            return 2
+        return 4 if path.parent.name == folder else 5
 
-    files = [path for path in (tree / "tests").rglob("test_*.py") if "earlier_version" not in path.parts]
-    return [str(path.relative_to(tree)) for path in sorted(files, key=rank)]
+    files = [path for path in (tree / "tests").rglob("test_*.py") if path.parent.name != "huggingface"]
+    files = [path for path in files if (path.parent.name == "vllm") == (folder == "vllm") and rank(path) < 5]
+    return [str(path.relative_to(tree)) for path in sorted(files, key=lambda path: (rank(path), path))]
 
 
-def run(origin: Path, tree: Path, fault: Fault, python: str, seconds: float) -> dict[str, object]:
+def run(origin: Path, tree: Path, fault: Fault, python: str, seconds: float) -> dict[str, Any]:
     """Plant a fault into a copy and run tests; returns the test that noticed it (`by`, empty: none) and the time."""
     path, began = tree / fault.file, time.monotonic()
     source = (origin / fault.file).read_bytes()
     path.write_bytes(source[: fault.start] + fault.text.encode() + source[fault.end :])
-    files = order(tree, fault)
-    for some in (files[:FIRST], files[FIRST:]):  # to collect all of them takes ten seconds
-        status, lines = call(tree, [python, *PYTEST, *some], max(1.0, began + seconds - time.monotonic()))
-        if status not in (0, 5):
-            break
+    status, lines = call(tree, [python, *PYTEST, *order(tree, fault)], seconds)
     path.write_bytes(source)
     failed = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), "")
-    by = failed.split(" - ")[0] or ("pytest ended" if status not in (0, None, 5) else "")
+    by = failed.split(" - ")[0] or hung(tree, python, seconds, status)
+    if not by and status not in (0, None, -signal.SIGXCPU):
+        by = f"pytest ended with status {status}"
     return {"by": by, "seconds": round(time.monotonic() - began, 1), "kind": fault.kind, "file": fault.file}
 
 
+def hung(tree: Path, python: str, seconds: float, status: int | None) -> str:
+    """The test that hangs with the fault: it had half of the time or more, and passes in as much without the fault."""
+    if status not in (None, -signal.SIGXCPU) or not (tree / UNDER_WAY).exists():
+        return ""
+    test, used, waited = json.loads((tree / UNDER_WAY).read_text())
+    left = seconds - (used if status is not None else waited / WAITS)
+    if left < seconds / 2 or call(tree, [python, *PYTEST, test], left)[0] != 0:
+        return ""
+    return f"hung: {test}"
+
+
 def call(tree: Path, command: list[str], seconds: float) -> tuple[int | None, list[str]]:
-    """Run a command on a copy's source; returns its exit code (None: it took too long) and its output."""
-    environ = {**os.environ, "PYTHONPATH": f"{tree}/src", "PYTHONDONTWRITEBYTECODE": "1"}
+    """Run a command on a copy's source; returns its exit code and its output.
+
+    The code is None if it took too long by the clock, and that of SIGXCPU if it has used the processor for so long.
+    """
+    paths = f"{tree}/src{os.pathsep}{Path(__file__).parent}"
+    environ = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    limit = int(seconds) + 1
     log = tree / "output.log"
+    (tree / UNDER_WAY).unlink(missing_ok=True)
     with log.open("wb") as output:
-        tests = subprocess.Popen(command, cwd=tree, env=environ, stdout=output, stderr=output, start_new_session=True)
+        tests = subprocess.Popen(
+            command, cwd=tree, env=environ, stdout=output, stderr=output, start_new_session=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1)),
+        )  # fmt: skip
         try:
-            status: int | None = tests.wait(seconds)
+            status: int | None = tests.wait(WAITS * seconds)
         except subprocess.TimeoutExpired:
             status = None
         finally:
@@ -303,6 +356,26 @@ def call(tree: Path, command: list[str], seconds: float) -> tuple[int | None, li
                 os.killpg(tests.pid, signal.SIGKILL)
             tests.wait()
     return status, log.read_text(errors="replace").splitlines()
+
+
+# -- the plugin of pytest in these runs
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests that start an engine or need a GPU."""
+    left_out = [item for item in items if starts_an_engine(item) or item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def starts_an_engine(item: Any) -> bool:
+    theirs = sys.modules.get("tests.vllm.engines")
+    own = [name for name in WITH_ENGINES if getattr(item.module, name, None) is getattr(theirs, name, item)]
+    return bool(own) or "start_engine" in item.fixturenames
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    Path(UNDER_WAY).write_text(json.dumps([nodeid, time.process_time(), time.monotonic() - _BEGAN]))
 
 
 # -- faults of planted.jsonl
@@ -353,7 +426,7 @@ def plant(origin: Path, tree: Path, fault: dict[str, Any], python: str, seconds:
 
 def show(faults: list[Fault], done: dict[str, dict[str, object]]) -> None:
     """Print, by area and by kind, how many faults were noticed."""
-    for title, group in (("area", lambda fault: Path(fault.file).parts[2]), ("kind", lambda fault: fault.kind)):
+    for title, group in (("area", lambda fault: area_of(fault.file)), ("kind", lambda fault: fault.kind)):
         planted = Counter(group(fault) for fault in faults)
         noticed = Counter(group(fault) for fault in faults if done[fault.name]["by"])
         print(f"\n{title:20} planted noticed")

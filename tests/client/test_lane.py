@@ -303,7 +303,8 @@ def test_blocks_of_an_accelerator_take_the_same_lane(rank: Rank) -> None:
     tensor = torch.randint(0, 256, (BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
     layout = build_layout([describe(tensor, "layer")], [0])
     storages = {layout.mappings[0].name: tensor.untyped_storage()}
-    rank.lane.add(7, AcceleratorBlocks(layout, storages, torch.device("cpu")))
+    blocks = AcceleratorBlocks(layout, storages, torch.device("cpu"))
+    rank.lane.add(7, blocks)
     (message,) = rank.spec.register(7, [layout.format])
     rank.client.ask(message).result(HANG_S)
     shards, ids = rank.shards(chunks(3), range(3, 9))
@@ -313,6 +314,7 @@ def test_blocks_of_an_accelerator_take_the_same_lane(rank: Rank) -> None:
     assert rank.lane.submit(wire.Retrieve(7, shards), targets).result(HANG_S) == [True] * 3
     assert torch.equal(tensor[51:56], tensor[4:9]) and torch.equal(tensor[50], kept)
     assert rank.lane.submit(wire.Compare(7, shards, 0.5), ids).result(HANG_S)[:2] == [3, 0.0]
+    blocks.close()
 
 
 # -- before the first copy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ class SharedFile(Memory):
 
     def __init__(self, pages: int, allocated: range) -> None:
         self.fd = os.memfd_create("kvdepot-test")
+        weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, pages * PAGE)
         os.pwrite(self.fd, bytes(len(allocated) * PAGE), allocated.start * PAGE)
         self.mapped = mmap.mmap(self.fd, pages * PAGE)

@@ -20,6 +20,7 @@ from tools.toy_engine import ToyEngine
 from kvdepot.client import MessageQueueClient
 from kvdepot.protocol import wire
 from tests.conftest import HANG_S, Depot, StartDepot, eventually, state, wait_stopped
+from tests.programs import die_with_parent, missing
 
 ANSWER_S = 300.0
 ROOT = Path(__file__).parent.parent.parent
@@ -174,6 +175,30 @@ def settled(depot: Depot) -> dict[str, Any]:
 
     found: dict[str, Any] = eventually(at_rest)
     return found
+
+
+class Mounts:
+    """A mount namespace, until `close`. Skips the test where it may not be made, or fails it in CI."""
+
+    def __init__(self, script: str) -> None:
+        """script: what mounts the file systems in it."""
+        parent, script = os.getpid(), f"{script} && echo ready && exec sleep 1000"
+        self._holder = subprocess.Popen(
+            ["unshare", "--mount", "--propagation", "private", "sh", "-c", script],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: die_with_parent(parent),
+        )  # fmt: skip
+        assert self._holder.stdout is not None and self._holder.stderr is not None
+        if self._holder.stdout.readline() != "ready\n":
+            said = self._holder.stderr.read()
+            Mounts.close(self)
+            missing(f"the right to mount file systems ({said})")
+        self.inside = ["nsenter", "--mount", f"--target={self._holder.pid}"]
+        """The beginning of a command that runs in it."""
+        self.root = Path(f"/proc/{self._holder.pid}/root")
+
+    def close(self) -> None:
+        self._holder.kill()
+        self._holder.communicate()
 
 
 class Watcher:

@@ -16,8 +16,7 @@ from kvdepot.client import admin
 from kvdepot.client.launch import Embedded, Shared
 from tests.cli.command import run
 from tests.conftest import HANG_S, SHM, eventually
-from tests.faults.conftest import python_path
-from tests.programs import die_with_parent, missing
+from tests.faults.conftest import Mounts, python_path
 
 pytestmark = pytest.mark.faults
 
@@ -34,7 +33,7 @@ with kvdepot.connect(sys.argv[1]) as depot:
 """A program that stores KV and gets it back, or that finds what another has stored."""
 
 
-class Pod:
+class Pod(Mounts):
     """A mount namespace with a /dev/shm and another tmpfs, which servers and clients see at different places."""
 
     def __init__(self, folder: Path, shm: str) -> None:
@@ -44,39 +43,22 @@ class Pod:
         self.log = folder / "log"
         for path in (self.server, self.client):
             path.mkdir()
-        script = (
+        super().__init__(
             f"mount -t tmpfs -o {shm} tmpfs {SHM} && mount -t tmpfs -o size=400m tmpfs {self.server} && "
-            f"mount --bind {self.server} {self.client} && echo ready && exec sleep 1000"
+            f"mount --bind {self.server} {self.client}"
         )
-        parent = os.getpid()
-        self._holder = subprocess.Popen(
-            ["unshare", "--mount", "--propagation", "private", "sh", "-c", script],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: die_with_parent(parent),
-        )  # fmt: skip
-        assert self._holder.stdout is not None and self._holder.stderr is not None
-        if self._holder.stdout.readline() != "ready\n":
-            said = self._holder.stderr.read()
-            self.close()
-            missing(f"the right to mount a {SHM} of its own ({said})")
-
-    def _command(self, *words: str) -> list[str]:
-        return ["nsenter", "--mount", f"--target={self._holder.pid}", sys.executable, *words]
 
     def serve(self, *flags: str) -> subprocess.Popen[bytes]:
         words = "-m", "kvdepot.cli", "serve", "--url", self.url, "--arena-name", "arena", "--chunk-size", "16", *flags
         with self.log.open("w") as log:
-            return subprocess.Popen(self._command(*words), stderr=log)
+            return subprocess.Popen([*self.inside, sys.executable, *words], stderr=log)
 
     def use(self, what: str, arena_dir: Path) -> str:
         """Run a client; what it says if it fails."""
         environ = os.environ | {"KVDEPOT_ARENA_DIR": str(arena_dir), "PYTHONPATH": python_path()}
-        command = self._command("-c", USES, self.url, what)
+        command = [*self.inside, sys.executable, "-c", USES, self.url, what]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=HANG_S, check=False)
         return done.stderr if done.returncode else ""
-
-    def close(self) -> None:
-        self._holder.kill()
-        self._holder.communicate()
 
 
 @pytest.mark.parametrize("shm", ["size=64m", "ro"])

@@ -15,36 +15,25 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually, suspend
-from tests.faults.conftest import Driver, Nursery, StartDriver
+from tests.faults.conftest import Driver, Mounts, Nursery, StartDriver
 
 pytestmark = pytest.mark.faults
 
 MIB = 1 << 20
+FULL = "mount -t tmpfs -o nr_inodes=1 tmpfs {}"
 
 
-class Elsewhere:
+class Elsewhere(Mounts):
     """A mount namespace with a /dev/shm of its own; whatever runs in it ends with the test."""
 
     def __init__(self, size_mib: int) -> None:
-        mount = f"mount -t tmpfs -o size={size_mib}m,mode=1777 tmpfs {SHM} && echo ready && exec sleep 1000"
-        self._holder = subprocess.Popen(
-            ["unshare", "--mount", "--propagation", "private", "sh", "-c", mount],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self._holder.stdout is not None and self._holder.stderr is not None
+        super().__init__(f"mount -t tmpfs -o size={size_mib}m,mode=1777 tmpfs {SHM}")
         self._servers: list[subprocess.Popen[bytes]] = []
         self._drivers: list[Driver] = []
         self._nursery: Nursery | None = None
         self.logs = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the servers
         self.url = f"ipc://{tempfile.gettempdir()}/kvdepot-test-{uuid.uuid4().hex[:12]}.sock"
-        if self._holder.stdout.readline() != "ready\n":
-            said = self._holder.stderr.read()
-            self.close()
-            if os.environ.get("CI"):
-                pytest.fail(f"CI must be able to mount a small {SHM}: {said}")
-            pytest.skip(f"needs the right to mount a small {SHM} of its own: {said}")
-        self.inside = ["nsenter", "--mount", f"--target={self._holder.pid}"]
-        self.shm = Path(f"/proc/{self._holder.pid}/root{SHM}")
+        self.shm = self.root / str(SHM)[1:]
 
     def serve(self, arena_mib: float, *under: str) -> subprocess.Popen[bytes]:
         """under: a command that runs the server."""
@@ -81,14 +70,11 @@ class Elsewhere:
             driver.close()
         if self._nursery is not None:
             self._nursery.close()
-        for process in (*self._servers, self._holder):
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.kill()
-            process.wait(HANG_S)
-        assert self._holder.stdout is not None and self._holder.stderr is not None
-        for stream in (self.logs, self._holder.stdout, self._holder.stderr):
-            stream.close()
+        for server in self._servers:
+            server.kill()  # also while it is stopped
+            server.wait(HANG_S)
+        super().close()
+        self.logs.close()
         for path in Path(tempfile.gettempdir()).glob(f"{Path(self.url).name}*"):
             path.unlink()
 
@@ -197,17 +183,10 @@ def test_a_server_whose_log_is_on_a_full_disk_serves_and_ends_like_any_other(
 def test_a_socket_on_a_full_disk_is_refused_with_its_name_and_leaves_nothing() -> None:
     name = f"kvdepot-test-{uuid.uuid4().hex[:12]}"
     Depot.names.add(name)
-    with tempfile.TemporaryDirectory() as folder:
-        serve = f"exec {sys.executable} -m kvdepot.cli serve --url ipc://{folder}/depot.sock --arena-name {name}"
-        script = f"mount -t tmpfs -o nr_inodes=1 tmpfs {folder} || exit 99; {serve} --arena-gib 0.01"
-        ended = subprocess.run(
-            ["unshare", "--mount", "--propagation", "private", "sh", "-c", script],
-            capture_output=True, text=True, timeout=HANG_S,
-        )  # fmt: skip
-    if ended.returncode in (99, 1) and ("unshare:" in ended.stderr or "mount:" in ended.stderr):
-        if os.environ.get("CI"):
-            pytest.fail(f"CI must be able to mount a full file system: {ended.stderr}")
-        pytest.skip(f"needs the right to mount a full file system: {ended.stderr}")
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Mounts(FULL.format(folder))) as place:
+        words = "-m", "kvdepot.cli", "serve", "--url", f"ipc://{folder}/depot.sock", "--arena-name", name
+        command = [*place.inside, sys.executable, *words, "--arena-gib", "0.01"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert ended.returncode == 1
     assert "depot.sock" in ended.stderr and "No space left on device" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -1,4 +1,4 @@
-"""Clients that lie: of what they ask for, have copied and register. Typed errors, and nobody else loses anything."""
+"""Clients that lie: of what they ask for and register. Typed errors, and nobody else loses anything."""
 
 from __future__ import annotations
 

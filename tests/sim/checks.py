@@ -14,16 +14,19 @@ from kvdepot.core.index.states import ChunkState
 from kvdepot.core.lookups.phases import STORE_S
 from kvdepot.memory.allocator import PAGE, Extents
 from kvdepot.protocol import wire
+from kvdepot.protocol.counters import STORE_OUTCOMES
 from kvdepot.tiers.worker import Load, Part
 from tests.sim.groups import longest, needed
 from tests.sim.lookups import Behind, Waits, found_by, keys_in, length_of
 from tests.sim.shared import ArenaFile
-from tests.sim.tiers import WALL, Forgot, TierWorker
+from tests.sim.tiers import TENANTS, WALL, Forgot, TierWorker
 from tests.sim.world import Link, World
 
 if TYPE_CHECKING:
     from tests.sim.host import Host
 
+Meant = tuple[Namespace, bytes, int]
+"""Of a chunk that a retrieve may mean: where it is, its salt, and since when it is in memory."""
 LATE_S = 0.002
 """So much later than its deadline a lookup may be answered."""
 
@@ -44,6 +47,7 @@ class Checks:
     condemned: dict[bytes, float]
     roomless: set[tuple[bytes, bytes]]
     unanswered: Counter[tuple[bytes, bytes]]
+    users: dict[bytes, str]
     _links: dict[bytes, Link]
     _behind: Behind
     _waits: Waits
@@ -55,6 +59,9 @@ class Checks:
     asker: bytes
     boot: bytes
     asked_shards: int
+    asked_chunks: int
+    found_chunks: int
+    sure_chunks: int
     serving: bool
     _well_since: float
     _since_validated: int
@@ -111,8 +118,8 @@ class Checks:
                             self.host.forgettings.check_chunk(chunk, rank)
 
     def _engines_namespaces(self) -> list[Namespace]:
-        """Namespaces whose bytes are known: those of the engines; odd clients have tenants."""
-        return [namespace for namespace in self.index.namespaces.all() if not namespace.tenant]
+        """Namespaces whose bytes are known: those of the engines."""
+        return [namespace for namespace in self.index.namespaces.all() if namespace.tenant in TENANTS]
 
     def check_bytes(self, chunk: Chunk, rank: int, when: str) -> None:
         """A shard contains what its key says."""
@@ -133,10 +140,12 @@ class Checks:
         assert shard.extents in carried, "a shard is sealed that its worker has not copied"
 
     def check_conserved(self) -> None:
-        """Each shard that stores have asked for is counted once, under what became of it, or its operation goes on."""
+        """The laws of protocol/counters.py; shards of stores that go on have no outcome yet."""
         counters = self.depot.counters
-        fates = "stored", "known", "dropped", "capped", "yielded", "mismatched", "failed"
-        ended = {fate: counters[f"{fate}_chunks"] for fate in fates}
+        asked, found, sure = self.asked_chunks, self.found_chunks, self.sure_chunks
+        assert sure <= counters["hit_chunks"] <= found, f"{found} chunks were found, {sure} of them at the first answer"
+        assert counters["hit_chunks"] <= counters["lookup_chunks"] <= asked
+        ended = {outcome: counters[outcome] for outcome in STORE_OUTCOMES}
         operations = [each for client in self.depot.clients for each in client.operations.values()]
         under_way = sum(len(each.chunks) for each in operations if isinstance(each.request, wire.Store))
         assert self.asked_shards == sum(ended.values()) + under_way, (
@@ -155,9 +164,9 @@ class Checks:
                         found += 1
         return found
 
-    def _asked_groups(self, request: wire.Lookup) -> list[Namespace]:
-        """Of all models that a lookup may mean; each must have what it asks for."""
-        model = "", request.model, request.world_size
+    def _asked_groups(self, identity: bytes, request: wire.Lookup) -> list[Namespace]:
+        """Of all models that a client's lookup may mean; each must have what it asks for."""
+        model = self.users.get(identity, ""), request.model, request.world_size
         firsts = for_lookup(self.index.namespaces, model, request.blocks_in_chunk, request.chunk_tokens)
         return [group for first in firsts for group in first.groups]
 
@@ -176,18 +185,18 @@ class Checks:
 
     def _may_be_given(self, chunk: Chunk) -> bool:
         forgettings = self.host.forgettings
-        return forgettings.may_be_given(chunk.namespace.model, chunk.salt, forgettings.since(chunk))
+        return forgettings.may_be_given(chunk.namespace, chunk.salt, forgettings.since(chunk))
 
-    def _meant(self, identity: bytes, request: wire.Retrieve) -> list[list[tuple[str, bytes, int]]]:
-        """For each key of a retrieve the chunks that it may mean: model, salt, and since when they are in memory."""
+    def _meant(self, identity: bytes, request: wire.Retrieve) -> list[list[Meant]]:
+        """For each key of a retrieve the chunks that it may mean."""
         client = self.depot.client(identity)
         instance = None if client is None else client.instances.get(request.instance)
         group = 0 if instance is None else instance.group
         return [
             [
-                (namespace.model, chunk.salt, self.host.forgettings.since(chunk))
+                (namespace, chunk.salt, self.host.forgettings.since(chunk))
                 for namespace in self.index.namespaces.all()
-                if (namespace.model, namespace.group) == (part.model, group)
+                if (namespace.tenant, namespace.model, namespace.group) == (self.users[identity], part.model, group)
                 and (chunk := namespace.chunks.get(part.hashes[i : i + 32])) is not None
                 and part.rank in chunk.shards
                 and chunk.shards[part.rank].sealed
@@ -196,7 +205,7 @@ class Checks:
             for i in range(0, len(part.hashes), 32)
         ]
 
-    def _check_given(self, meant: list[list[tuple[str, bytes, int]]], value: Any) -> None:
+    def _check_given(self, meant: list[list[Meant]], value: Any) -> None:
         """What was forgotten, before a retrieve or during it, was not given."""
         if isinstance(value, list):
             for chunks, given in zip(meant, value, strict=True):
@@ -226,8 +235,10 @@ class Checks:
         self._answered[asked] = value
         self.world.counters["lookup_answered_again"] += is_repeated
         if is_awaited:
-            self._waits.answered(request, waited_s, value, roomless)
-        groups, found = self._asked_groups(request), found_by(request, value)
+            self._waits.answered(asked[0], request, waited_s, value, roomless)
+        groups, found = self._asked_groups(asked[0], request), found_by(request, value)
+        self.found_chunks += value.chunks if request.readers else 0
+        self.sure_chunks += value.chunks if request.readers and not is_repeated else 0
         self._check_found(groups, found)
         if found:
             self._check_pinned(asked[0], request, groups, found)
@@ -375,7 +386,7 @@ class Checks:
         assert not any(waiting), f"requests that nobody will answer: {waiting}"
         tiering = self.depot.tiering
         assert not tiering.loads and not tiering.loads._arrivals and not tiering.forgettings, tiering
-        assert not tiering.loads.arriving_bytes
+        assert not tiering.loads.arriving_bytes and not tiering.loads._wanted
         demoting_bytes = sum(each.leaving for each in self.index.accounts.all())
         assert not demoting_bytes, f"{demoting_bytes} bytes are still on their way out"
         for tier in tiering._tiers:

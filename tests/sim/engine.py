@@ -28,6 +28,7 @@ from tests.sim.content import MAX_TOKENS, Memory, Model, Stream, chain_of, end_s
 from tests.sim.copies import Blocks, SimLane
 from tests.sim.groups import Hybrid, needed
 from tests.sim.host import Client, Pinned, Processes
+from tests.sim.tiers import TENANTS
 from tests.sim.world import Process
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class Engine(Processes):
         self.groups = model.groups
         self.lead = model.lead
         self.mode = mode
+        self.tenant = host.tenants.setdefault(name, TENANTS[host.has_tenants and len(host.tenants) % 2])
         self.has_tails = model.has_tails and mode == "shards"
         self.alive = True
         self.leaving = False  # no new requests
@@ -231,14 +233,18 @@ class Engine(Processes):
             for i, key in enumerate(keys):
                 for memory in self.memories:
                     if i in needed(memory.model.reach, len(keys)):
-                        part = store.put(memory, key, salt_tag(stream.salt), _seeds_of_chunk(memory.model, stream, i))
+                        part = store.put(
+                            self.tenant, memory, key, salt_tag(stream.salt), _seeds_of_chunk(memory.model, stream, i)
+                        )
                         self.host.forgettings.saved(part, elsewhere=True)
                         world.counters["stored_elsewhere"] += 1
             if self.has_tails and world.chance(0.7):
                 end = len(keys) * self.model.chunk_tokens + world.random.randint(1, self.model.chunk_tokens - 1)
                 key = self._name_tail(stream, end)
                 for memory in self.memories:
-                    part = store.put(memory, key, salt_tag(stream.salt), [end_seed(memory.model, stream, end)])
+                    part = store.put(
+                        self.tenant, memory, key, salt_tag(stream.salt), [end_seed(memory.model, stream, end)]
+                    )
                     self.host.forgettings.saved(part, elsewhere=True)
 
     def forget(self) -> None:
@@ -270,12 +276,12 @@ class Engine(Processes):
             boot, matched = answer
             server = self.host.server
             forgotten = (
-                server is not None and server.boot == boot and server.depot.leases._find("", name) is None
+                server is not None and server.boot == boot and server.depot.leases._find(self.tenant, name) is None
             )  # while the answer was on its way
             if matched and self._pins[name] == number and not forgotten:
                 world.counters["pinned_by_name"] += 1
                 ends = asked + ttl_s if ttl_s else float("inf")
-                self.host.named[name] = Pinned(boot, self.model, self._parts(keys[:matched]), asked, ends)
+                self.host.named[name] = Pinned(boot, self.model, self._parts(keys[:matched]), self.tenant, asked, ends)
 
         salt = salt_tag(stream.salt)
         chunk = model.blocks_in_chunk, b"".join(keys), salt, model.chunk_tokens, ttl_s
@@ -285,7 +291,7 @@ class Engine(Processes):
         server = self.host.server
         self.world.counters["unpinned"] += 1
         if server is not None and server.serving and self._pins[name] == number:
-            assert server.depot.leases._find("", name) is None, f"{name} was ended, and is still leased"
+            assert server.depot.leases._find(self.tenant, name) is None, f"{name} was ended, and is still leased"
 
     # -- steps
 
@@ -433,7 +439,7 @@ class Engine(Processes):
         if request.matched or request.tail:
             parts = self._parts(self._loaded_keys(request))
             boot = self.scheduler.client.lookup_boots[request.id]
-            request.pinned = Pinned(boot, self.model, parts, request.asked)
+            request.pinned = Pinned(boot, self.model, parts, self.tenant, request.asked)
             self.host.pins.append(request.pinned)
             if self.host.server is not None and self.host.server.serving:
                 self.host.check_pins(self.host.server)

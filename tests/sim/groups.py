@@ -107,7 +107,7 @@ def _hybrid(name: str, world_size: int, *shapes: Shape, chunk_tokens: int = CHUN
 MODELS = (
     _hybrid("tiny", 1, (0, 6, 2, False, 96)),
     _hybrid("pair", 2, (0, 6, 2, True, 70)),
-    _hybrid("wide", 1, (0, 4, 3, True, 160)),
+    _hybrid("wide", 2, (0, 4, 3, True, 80)),
     _hybrid("whole", 2, (0, 12, 1, False, 256)),
     _hybrid("tiny", 1, (0, 6, 2, True, 96)),  # the first one's name and another layout
 )
@@ -120,9 +120,9 @@ HYBRIDS = (
     _hybrid("state", 2, (0, 6, 1, True, 80), (1, 12, 1, False, 48)),
     _hybrid("windows", 2, (3, 6, 1, False, 64), (2, 12, 1, True, 40)),
     _hybrid("lone", 1, (2, 6, 1, True, 100)),
-    _hybrid("double", 1, (2, 6, 1, False, 72), (0, 4, 1, True, 64), (0, 12, 1, False, 100)),
+    _hybrid("double", 2, (2, 6, 1, False, 72), (0, 4, 1, True, 64), (0, 12, 1, False, 100)),
     _hybrid("long", 1, (0, 12, 1, False, 64), (2, 6, 1, True, 40), (1, 24, 1, False, 40), chunk_tokens=24),
     _hybrid("tails", 2, (0, 12, 1, True, 40), (1, 12, 1, False, 56)),
-    _hybrid("ends", 1, (1, 24, 1, False, 36), (0, 24, 1, True, 40), chunk_tokens=24),
+    _hybrid("ends", 2, (1, 24, 1, False, 36), (0, 24, 1, True, 40), chunk_tokens=24),
 )
 TAILED = tuple(model for model in HYBRIDS if model.has_tails)

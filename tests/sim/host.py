@@ -258,6 +258,7 @@ class Pinned:
     model: Hybrid
     parts: list[tuple[int, bytes]]
     """KV cache groups and keys."""
+    tenant: str
     asked: float
     """When: what was forgotten or found broken since then, no pin keeps."""
     ends: float = float("inf")
@@ -321,10 +322,13 @@ class Host:
     at_tier_task: tuple[type[TierTask], Callable[[], None]] | None = None
     """To happen once, in the middle of a tier's next tier task of that kind."""
     network_slow: bool = False
+    tenants: dict[str, str] = field(default_factory=dict)
+    """Whose the engines are, by the beginning of their clients' names."""
 
     def __post_init__(self) -> None:
         self.network = Network(self.world, self._delay_s)
         self.has_storms = self.world.seed % 8 == 6  # many requests of an engine come at once
+        self.has_tenants = self.world.seed % 5 < 3
 
     def image(self, layout: bytes, key: bytes, rank: int) -> bytes | None:
         """The bytes with which a shard must begin; None: nobody has named its chunk."""
@@ -369,20 +373,20 @@ class Host:
     def check_pins(self, server: Server) -> None:
         """What engines know to be pinned is there, whole, on all ranks."""
         for name, pinned in list(self.named.items()):
-            is_there = server.depot.leases._find("", name) is not None
+            is_there = server.depot.leases._find(pinned.tenant, name) is not None
             if pinned.boot == server.boot and self.world.now < pinned.ends and not is_there:
                 assert pinned.ends < float("inf"), f"{name} was leased without end, and nobody knows of it"
-                ended = server.ended_leases.get(("", name))
+                ended = server.ended_leases.get((pinned.tenant, name))
                 assert ended in ("made room", "quota lowered"), f"{name} was leased, and has ended: {ended}"
                 del self.named[name]
-        by_group: dict[tuple[str, int, int], list[Namespace]] = {}
-        for namespace in server.index.namespaces.all() if self.pins or self.named else ():
-            by_group.setdefault((namespace.model, namespace.world_size, namespace.group), []).append(namespace)
+        by_group: dict[tuple[str, str, int, int], list[Namespace]] = {}
+        for each in server.index.namespaces.all() if self.pins or self.named else ():
+            by_group.setdefault((each.tenant, each.model, each.world_size, each.group), []).append(each)
         for pinned in (*self.pins, *self.named.values()):
             if pinned.boot == server.boot and self.world.now < pinned.ends:
                 model, ranks = pinned.model.name, pinned.model.world_size
                 for group, key in pinned.parts:
-                    namespaces = by_group.get((model, ranks, group), ())
+                    namespaces = by_group.get((pinned.tenant, model, ranks, group), ())
                     chunks = [namespace.chunks[key] for namespace in namespaces if key in namespace.chunks]
                     assert server.condemned.get(key, 0.0) >= pinned.asked or any(c.sealed == ranks for c in chunks), (
                         f"chunk {key.hex()[:8]} of {model}, group {group}, was pinned, and is gone"

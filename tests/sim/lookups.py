@@ -136,7 +136,7 @@ class Behind:
         if waiting is None or not in_time or not isinstance(value, wire.Hit) or waiting.obstacles != self._obstacles():
             return
         server = self._server
-        if server._asked_groups(waiting.request) != waiting.groups:
+        if server._asked_groups(asked[0], waiting.request) != waiting.groups:
             return  # an engine of the same name and other groups has come: both must have all parts
         room = server.index.allocator.capacity // 2 - self._peak
         taken = sum(sum(map(server.index.allocator.rounded, group.sizes.values())) for group, _ in waiting.parts)
@@ -169,18 +169,21 @@ class Waits:
         for asked, (_, request, _) in server._lookups.items():
             if asked in server.roomless:
                 continue
-            groups, keys = server._asked_groups(request), keys_in(request) + [tail.key for tail in request.tails]
+            groups, keys = (
+                server._asked_groups(asked[0], request),
+                keys_in(request) + [tail.key for tail in request.tails],
+            )
             written = any(self._is_written(group, key) for group in groups for key in keys)
             assert written, f"the lookup of {request.request} waits for nothing"
 
-    def answered(self, request: wire.Lookup, waited_s: float, hit: wire.Hit, roomless: bool) -> None:
+    def answered(self, identity: bytes, request: wire.Lookup, waited_s: float, hit: wire.Hit, roomless: bool) -> None:
         """A lookup is answered that nobody gave up. roomless: it waited for room."""
         server = self._server
         if server.host.stores:
             return
-        coming = self._coming(request)
+        coming = self._coming(identity, request)
         if waited_s >= STORE_S - _SLACK_S:
-            self._late |= self._written(request)  # also while a removal goes on, for the lookups after it
+            self._late |= self._written(identity, request)  # also while a removal goes on, for the lookups after it
         if server.depot.removals or roomless:
             return
         server.world.counters["lookup_awaited_store"] += waited_s > 0 and hit.chunks > 0
@@ -194,7 +197,7 @@ class Waits:
         """Lookups are about to be overdue; those of leases get no answer here."""
         for search in self._server.depot.lookups._in[SearchPhase.STORES]:
             if search.lease is not None and search.deadline <= self._server.world.now:
-                self._late |= self._written(search.request)
+                self._late |= self._written(search.client.identity, search.request)
 
     def awaited(self, client: Client) -> set[tuple[int, bytes]]:
         """The parts that a client is storing and that lookups of others wait for."""
@@ -203,8 +206,8 @@ class Waits:
         parts = {(chunk.namespace.number, chunk.key) for each in stores for chunk, _ in each.chunks}
         if server.host.stores or not parts:
             return set()
-        others = [request for asked, (_, request, _) in server._lookups.items() if asked[0] != client.identity]
-        return {part for request in others for part in parts & self._coming(request)}
+        others = [(who, request) for (who, _), (_, request, _) in server._lookups.items() if who != client.identity]
+        return {part for other in others for part in parts & self._coming(*other)}
 
     def died(self, identity: bytes, awaited: set[tuple[int, bytes]]) -> None:
         """A client is found dead, which was storing these parts for which others waited."""
@@ -213,10 +216,10 @@ class Waits:
         counters["asker_died_while_waiting"] += is_asker and not server.host.stores
         counters["storer_died_while_awaited"] += bool(awaited)
 
-    def _coming(self, request: wire.Lookup) -> set[tuple[int, bytes]]:
+    def _coming(self, identity: bytes, request: wire.Lookup) -> set[tuple[int, bytes]]:
         """Parts being written that would make a lookup's answer larger."""
         server = self._server
-        groups = server._asked_groups(request)
+        groups = server._asked_groups(identity, request)
         if len({id(group.groups) for group in groups}) != 1:
             return set()
         keys = keys_in(request)
@@ -243,10 +246,10 @@ class Waits:
                 return written  # none if it is there already
         return set()
 
-    def _written(self, request: wire.Lookup) -> set[tuple[int, bytes]]:
+    def _written(self, identity: bytes, request: wire.Lookup) -> set[tuple[int, bytes]]:
         """Parts of a prompt that are being written, also behind chunks that have gone since a lookup began to wait."""
         keys = keys_in(request) + [tail.key for tail in request.tails]
-        groups = self._server._asked_groups(request)
+        groups = self._server._asked_groups(identity, request)
         return {(group.number, key) for group in groups for key in keys if self._is_written(group, key)}
 
     def _is_written(self, group: Namespace, key: bytes) -> bool:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LOUD_RATE = 1000
 """`max_rate` of runs in which somebody sends more."""
-_TENANT = "other"
+ODD_TENANT = "odd"
 
 
 class OddClients:
@@ -80,7 +80,7 @@ class _Odd:
         assert server is not None
         self._number += 1
         frame = wire.encode_request(self._number, request)
-        server.users[self.identity] = _TENANT
+        server.users[self.identity] = ODD_TENANT
         server.deliver(self, self._seal.close(frame) if self._seal is not None else frame)
         assert self._heard, f"{self.name}: no answer at once to {request}"
         self._seal = self._seal or welcomed
@@ -138,7 +138,9 @@ class _Odd:
         assert not read(self._ask(wire.GetStatus())).namespaces, "a tenant is told of another's"
         assert self._ask(wire.EndSession("r")) is None
         trail = self._ask(wire.Why())
-        assert isinstance(trail, UnknownRequest) or trail["tenant"] == _TENANT, "a tenant is told of another's request"
+        assert isinstance(trail, UnknownRequest) or trail["tenant"] == ODD_TENANT, (
+            "a tenant is told of another's request"
+        )
 
     def _fuzz(self) -> None:
         """Requests with some wrong bytes: each is answered once at most, as what it has become or with an error."""

@@ -23,7 +23,7 @@ from tests.sim.world import World
 
 STEPS = 150
 """Engine steps of a run, until everyone leaves."""
-HYBRID_RUNS = 0.3
+HYBRID_RUNS = 0.5
 """The share of runs with hybrid models. Their engines do more in a step, so that these runs have fewer."""
 _SETTLE_S = 120.0
 _PAGE = 4096
@@ -98,7 +98,7 @@ class Run(Host):
         return world
 
     def faults(self) -> list[Callable[..., None]]:
-        """Those that may be drawn for this run, beside the stores'."""
+        """The faults that may be drawn for this run, beside the faults of stores."""
         return FAULTS
 
     def _start_engines(self) -> None:
@@ -445,7 +445,7 @@ AT_COPIES = {Run.kill_server, Run.freeze_server, Run.cut_link, Run.kill_engine}
 """Faults that are drawn to copies: half of them strike in the middle of one."""
 
 AT_TIER_TASKS = {Run.kill_server, Run.freeze_server, Run.forget, Run.hang_tier}
-"""Those that are drawn to what is asked of tiers."""
+"""Faults that are drawn to tasks of tiers: half of them strike in the middle of a task."""
 
 EXPECTED = frozenset(
     """
@@ -479,7 +479,7 @@ EXPECTED = frozenset(
     lookup_answered_again shortened_lookups
     storer_died_while_awaited
     store_yielded wanted_evicted_for_sooner
-    completed_twice completed_at_a_successor copy_asked_again
+    completed_twice completed_at_a_successor copy_asked_again now_equals_deadline
     """.split()  # noqa: SIM905 - a list of sixty strings is no easier to read
 )
 """What must have happened somewhere in a thousand seeds, or they prove less than they seem to."""

@@ -27,9 +27,10 @@ from kvdepot.protocol.quotas import shortest
 from kvdepot.protocol.status import Status
 from kvdepot.tiers.worker import Erased, Load, Save, TierTask
 from tests.harness import Harness, kind_of
-from tests.sim.checks import LATE_S, Checks
+from tests.sim.checks import LATE_S, Checks, Meant
 from tests.sim.groups import longest
 from tests.sim.lookups import Behind, Waits, keys_in
+from tests.sim.odd import ODD_TENANT
 from tests.sim.shared import ArenaFile, LivenessView, SealedIndex, ShardName
 from tests.sim.tiers import WALL, Forgot, Store, TierWorker
 from tests.sim.world import Link
@@ -57,6 +58,7 @@ class Server(Checks, Harness):
         self.doing: Any = None  # the request or tier task that is being decided
         self.asker = b""  # who asked for it
         self.asked_shards = 0  # in all stores that were begun
+        self.asked_chunks = self.found_chunks = self.sure_chunks = 0  # of engines' lookups; sure: by their first answer
         self.bytes = file.bytes
         file.owner = file.server = self  # the lock first, then the header: a client may look in between
         self.world.after(0.001 * self.world.random.random(), self._begin)
@@ -105,7 +107,7 @@ class Server(Checks, Harness):
         self._lookups: dict[tuple[bytes, bytes], tuple[float, wire.Lookup, list[bytes]]] = {}
         self._answered: dict[tuple[bytes, bytes], wire.Hit] = {}  # lookups that were answered, and how
         """Those that wait for an answer: since when, and what of their prefix memory had then."""
-        self._retrieves: dict[tuple[bytes, bytes], list[list[tuple[str, bytes, int]]]] = {}
+        self._retrieves: dict[tuple[bytes, bytes], list[list[Meant]]] = {}
         """Those that wait for an answer: for each key the chunks that may be meant, their salts and since when."""
         self._forgetting: dict[tuple[bytes, bytes], Forgot] = {}
         self._removing: list[Forgot] = []  # of those: what memory has not been gone through for
@@ -145,7 +147,7 @@ class Server(Checks, Harness):
         lost = left.keys() - found.keys()
         self.world.note(f"{self!r} takes over {restored.shards} shards, {len(lost)} are lost")
         self.world.counters["shards_recovered"] += len(found)
-        self.world.counters["bounded_parts_recovered"] += sum(reach > 0 for _, _, reach, *_ in found)
+        self.world.counters["bounded_parts_recovered"] += sum(reach > 0 for _, _, _, reach, *_ in found)
         self.world.counters["records_damaged"] += len(restored.damaged)
         assert not found.keys() - left.keys(), "a restart made shards visible that were not"
         if self.file.table_flipped:
@@ -172,7 +174,7 @@ class Server(Checks, Harness):
                     whole.add(chunk.key)
                 for rank in recorded:
                     layout = namespace.layouts[rank]
-                    name = namespace.model, namespace.group, namespace.reach, layout, chunk.key, rank
+                    name = namespace.tenant, namespace.model, namespace.group, namespace.reach, layout, chunk.key, rank
                     found[name] = chunk.depth if chunk.key in whole else 0
         return found
 
@@ -331,7 +333,10 @@ class Server(Checks, Harness):
         number, request = wire.decode_request(
             frame[: wire.ID_BYTES] + frame[wire.ID_BYTES + SEAL_BYTES :] if sealed else frame
         )
-        is_odd = client is not None and bool(client.tenant)
+        self.users.setdefault(identity, self.host.tenants.get(link.name.partition(".")[0], ""))
+        if isinstance(request, wire.Lookup) and request.readers and not request.hurries:
+            self.asked_chunks += len(request.hashes) // 32
+        is_odd = client is not None and client.tenant == ODD_TENANT
         if isinstance(request, KVDepotError):
             assert is_odd, request
             Harness.deliver(self, identity, frame)
@@ -353,7 +358,7 @@ class Server(Checks, Harness):
         asked = identity, number
         at_once = False
         if isinstance(request, wire.Lookup):
-            groups = self._asked_groups(request)
+            groups = self._asked_groups(identity, request)
             near = self._prefix(request, groups)
             self._lookups.setdefault(asked, (self.world.now, request, near))  # sent again, it has waited all along
             at_once = near == longest(groups, keys_in(request), request.tails, lambda group, key: True)
@@ -368,11 +373,13 @@ class Server(Checks, Harness):
             self._retrieves[asked] = self._meant(identity, request)
             self.world.counters["copy_asked_again"] += self._is_under_way(identity, number)
         elif isinstance(request, wire.ForgetChunks):
-            forgot = self._forgetting[asked] = self.host.forgettings.begin(request.model, request.salt)
+            forgot = self._forgetting[asked] = self.host.forgettings.begin(
+                self.users[identity], request.model, request.salt
+            )
             self._removing.append(forgot)
             for namespace in self.index.namespaces.all():
                 for chunk in namespace.chunks.values():
-                    if forgot.covers(namespace.model, chunk.salt):
+                    if forgot.covers(namespace, chunk.salt):
                         self.condemned[chunk.key] = self.world.now
             for kind in {kind_of(running.tier_task) for each in self.tier_workers for running in each.running}:
                 self.world.counters[f"forgotten_during_tier_{kind.lower()}"] += 1
@@ -384,7 +391,7 @@ class Server(Checks, Harness):
         Harness.deliver(self, identity, frame)
         if isinstance(request, wire.ForgetChunks):
             named = self.host.named
-            for name in [name for name in named if self.depot.leases._find("", name) is None]:
+            for name in [name for name, each in named.items() if self.depot.leases._find(each.tenant, name) is None]:
                 self.world.counters["pin_forgotten"] += 1
                 del named[name]
         at_once &= asked not in self.roomless
@@ -439,8 +446,9 @@ class Server(Checks, Harness):
         super().act(actions)
         due = self.depot.next_deadline() or float("inf")  # 0: the next step of a removal, which comes by itself
         if due < self._armed:
-            self._armed = due
-            self.world.after(max(0.0, due - self.world.now) + LATE_S / 4, self._event, self._expire)
+            self._armed = self.world.deadline = due
+            late_s = self.world.random.choice([0.0, LATE_S / 4])
+            self.world.at(max(due, self.world.now) + late_s, self._event, self._expire)
         if not self.depot.next_deadline() and not self._stepping:
             self._stepping = True
             # Between two steps of a removal there is time for much else.
@@ -456,6 +464,7 @@ class Server(Checks, Harness):
         self._armed = float("inf")
         if not self.draining:
             self.doing = None
+            self.world.counters["now_equals_deadline"] += self.now == self.depot.next_deadline()
             self._waits.expire()
             self.expire()
             self._check()

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from tests.sim.host import Host
     from tests.sim.server import Server
 
-ShardName = tuple[str, int, int, bytes, bytes, int]  # model, KV cache group, its reach, layout fingerprint, key, rank
+ShardName = tuple[
+    str, str, int, int, bytes, bytes, int
+]  # tenant, model, KV cache group, its reach, layout fingerprint, key, rank
 
 
 @dataclass(eq=False)

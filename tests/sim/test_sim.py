@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvdepot.client.lane import Lane
 from kvdepot.core import transfers
 from kvdepot.core.index import chunk as chunks
-from kvdepot.core.index import index, matching
+from kvdepot.core.index import index
 from kvdepot.core.index.wants import Wants
 from kvdepot.core.transfers import Transfers
 from kvdepot.protocol import wire
@@ -66,17 +65,6 @@ def gives_memory_away_that_a_dead_workers_device_may_write(patch: Patch) -> None
     patch.setattr(transfers, "LINGER_S", 0.0)
 
 
-def gives_blocks_back_that_are_being_copied(patch: Patch) -> None:
-    void = Lane._void
-
-    def end_at_once(self: Any, operation: Any, error: Any) -> None:
-        void(self, operation, error)
-        operation.future._finish(error)
-        self._changed.notify_all()
-
-    patch.setattr(Lane, "_void", end_at_once)
-
-
 def evicts_what_is_held(patch: Patch) -> None:
     def is_evictable(chunk: Any) -> bool:
         return not chunk.children and not chunk.gone and not any(shard.is_open for shard in chunk.shards.values())
@@ -91,21 +79,6 @@ def evicts_what_is_wanted(patch: Patch) -> None:
 
 def evicts_for_whoever_asks(patch: Patch) -> None:
     patch.setattr(Wants, "depth_before", lambda self, namespace, keys: -1.0)
-
-
-def looks_for_the_parts_of_all_groups_but_one(patch: Patch) -> None:
-    match = matching.match
-
-    def careless(namespace: Any, hashes: bytes) -> Any:
-        groups = namespace.groups
-        if groups[-1].reach and len(groups) > 1:
-            namespace.groups = groups[:-1]
-        try:
-            return match(namespace, hashes)
-        finally:
-            namespace.groups = groups
-
-    patch.setattr(matching, "match", careless)
 
 
 def writes_a_tail_over_the_one_that_it_continues(patch: Patch) -> None:
@@ -127,11 +100,9 @@ def writes_a_tail_over_the_one_that_it_continues(patch: Patch) -> None:
     [
         seals_before_the_copy_has_ended,
         gives_memory_away_that_a_dead_workers_device_may_write,
-        gives_blocks_back_that_are_being_copied,
         evicts_what_is_held,
         evicts_what_is_wanted,
         evicts_for_whoever_asks,
-        looks_for_the_parts_of_all_groups_but_one,
         writes_a_tail_over_the_one_that_it_continues,
     ],
 )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 import numpy as np
 
-from kvdepot.core.index.chunk import Chunk
+from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.errors import KVDepotError
 from kvdepot.memory.extents import checksum, views
 from kvdepot.tiers import TierConfig, parse
@@ -53,7 +53,9 @@ if TYPE_CHECKING:
 WALL = 1_790_000_000.0
 """Seconds since 1970 at the world's time 0."""
 WRITES = ("through", "through", "on_evict", "on_evict", "off")
-ShardName: TypeAlias = tuple[bytes, bytes, int]  # layout fingerprint, key, rank
+TENANTS = ("", "another")
+"""Of engines."""
+ShardName: TypeAlias = tuple[str, bytes, bytes, int]  # tenant, layout fingerprint, key, rank
 
 
 @dataclass(eq=False)
@@ -84,11 +86,11 @@ class Store:
             config = msgspec.structs.replace(config, options=msgspec.structs.replace(config.options, queue_mib=0))
         self.config = config
 
-    def put(self, memory: Memory, key: bytes, salt: bytes, seeds: list[bytes]) -> Part:
+    def put(self, tenant: str, memory: Memory, key: bytes, salt: bytes, seeds: list[bytes]) -> Part:
         """Another host stores a chunk that it has computed."""
         model = memory.model
         facts = ShardFacts(
-            "",
+            tenant,
             model.name,
             model.world_size,
             memory.rank,
@@ -259,17 +261,18 @@ class Forgot:
     """One Forget as the server took it."""
 
     when: int
+    tenant: str
     model: str
     salt: bytes
     clean: bool = False
     """Every tier has said that it is done."""
     through: bool = False
-    """Memory has none of it left; until then what is there must be given to nobody."""
+    """The server has gone through its memory. Before, it must give the forgotten chunks in memory to nobody."""
     void: bool = False
     """The server died before: its memory may come back."""
 
-    def covers(self, model: str, salt: bytes) -> bool:
-        return model.startswith(self.model) and self.salt in (b"", salt)
+    def covers(self, where: Namespace | ShardFacts, salt: bytes) -> bool:
+        return where.tenant == self.tenant and where.model.startswith(self.model) and self.salt in (b"", salt)
 
 
 class Forgettings:
@@ -285,11 +288,11 @@ class Forgettings:
         self._arrived: dict[tuple[int, bytes, int], int] = {}  # by number of the namespace, key, rank
         self._stored: dict[ShardName, int] = {}
         self._excused: set[str] = set()
-        self._objects: dict[str, tuple[ShardName, str, bytes]] = {}  # by name; shard, model, salt
+        self._objects: dict[str, Part] = {}  # by name
 
-    def begin(self, model: str, salt: bytes) -> Forgot:
+    def begin(self, tenant: str, model: str, salt: bytes) -> Forgot:
         self._now += 1
-        forgot = Forgot(self._now, model, salt)
+        forgot = Forgot(self._now, tenant, model, salt)
         self.all.append(forgot)
         return forgot
 
@@ -299,23 +302,22 @@ class Forgettings:
         sealed = [rank for rank, shard in chunk.shards.items() if shard.sealed]
         return min((self._arrived[number, chunk.key, rank] for rank in sealed), default=self._now + 1)
 
-    def may_be_given(self, model: str, salt: bytes, since: int) -> bool:
+    def may_be_given(self, namespace: Namespace, salt: bytes, since: int) -> bool:
         """Whether nobody has asked to forget what is in memory since then."""
-        return not any(forgot.when > since and forgot.covers(model, salt) for forgot in self.all if not forgot.void)
+        return not any(forgot.when > since and forgot.covers(namespace, salt) for forgot in self.all if not forgot.void)
 
     def arrived(self, chunk: Chunk, rank: int, from_tier: bool) -> None:
         self._now += 1
         self._arrived[chunk.namespace.number, chunk.key, rank] = self._now
         if not from_tier:
-            self._stored[chunk.namespace.layouts[rank], chunk.key, rank] = self._now
+            self._stored[_shard(chunk, rank)] = self._now
 
     def saved(self, part: Part, elsewhere: bool = False) -> None:
         """elsewhere: by another host, which has computed it now."""
-        shard = part.facts.layout, part.key, part.facts.rank
         if elsewhere:
             self._now += 1
-            self._stored[shard] = self._now
-        self._objects[part.name] = shard, part.facts.model, part.salt
+            self._stored[_shard_of(part)] = self._now
+        self._objects[part.name] = part
         self._excused.discard(part.name)
 
     def excuse(self, tier_tasks: Iterator[TierTask] | list[TierTask]) -> None:
@@ -332,9 +334,9 @@ class Forgettings:
             return
         namespace = chunk.namespace
         arrived = self._arrived[namespace.number, chunk.key, rank]
-        stored = self._stored[namespace.layouts[rank], chunk.key, rank]
+        stored = self._stored[_shard(chunk, rank)]
         for forgot in self.all:
-            if forgot.when > stored and forgot.covers(namespace.model, chunk.salt):
+            if forgot.when > stored and forgot.covers(namespace, chunk.salt):
                 gone = forgot.through and not forgot.void
                 assert forgot.when < arrived or not gone, f"{chunk.key.hex()[:8]} was forgotten, and is still in memory"
                 assert not forgot.clean or _name(chunk, rank) in self._excused, (
@@ -345,10 +347,22 @@ class Forgettings:
         """Every shard in a store may be there."""
         shards = store.tier.objects.keys() & self._objects.keys()  # without the stamps of writers
         for name in shards if self.all else ():
-            shard, model, salt = self._objects[name]
+            part = self._objects[name]
             for forgot in self.all:
-                late = forgot.clean and forgot.when > self._stored[shard] and forgot.covers(model, salt)
+                late = (
+                    forgot.clean
+                    and forgot.when > self._stored[_shard_of(part)]
+                    and forgot.covers(part.facts, part.salt)
+                )
                 assert not late or name in self._excused, f"{name} was forgotten, and is still in {store.config.name}"
+
+
+def _shard(chunk: Chunk, rank: int) -> ShardName:
+    return chunk.namespace.tenant, chunk.namespace.layouts[rank], chunk.key, rank
+
+
+def _shard_of(part: Part) -> ShardName:
+    return part.facts.tenant, part.facts.layout, part.key, part.facts.rank
 
 
 def _name(chunk: Chunk, rank: int) -> str:
@@ -366,8 +380,8 @@ def _name(chunk: Chunk, rank: int) -> str:
 
 
 def new_stores(world: World) -> list[Store]:
-    """None in some runs, or one or two."""
-    count = world.random.choice([0, 0, 1, 1, 2])
+    """Two, or in some runs one or none."""
+    count = world.random.choice([0, 1, 2, 2, 2])
     return [Store(world, number) for number in range(count)]
 
 

@@ -23,6 +23,10 @@ from blake3 import blake3
 __all__ = ["Killed", "Link", "Network", "Process", "Receiver", "World"]
 
 
+_TIE_S = 0.05
+"""How much longer a frame may take to arrive exactly at a deadline."""
+
+
 class World:
     """Clock, events, randomness, log and counters of one run."""
 
@@ -33,6 +37,8 @@ class World:
         self.counters: Counter[str] = Counter()
         self.lines: list[str] = []
         self.events = 0
+        self.deadline = float("inf")
+        """When somebody's next deadline is due. Some frames arrive in the same instant."""
         self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._serial = itertools.count()
 
@@ -41,7 +47,11 @@ class World:
 
     def after(self, delay_s: float, act: Callable[..., None], *args: object) -> None:
         """Run `act(*args)` in `delay_s` seconds; events of the same time run in the order in which they were added."""
-        heapq.heappush(self._queue, (self.now + delay_s, next(self._serial), act, args))
+        self.at(self.now + delay_s, act, *args)
+
+    def at(self, when: float, act: Callable[..., None], *args: object) -> None:
+        """The same at a time, which may be that of another event."""
+        heapq.heappush(self._queue, (when, next(self._serial), act, args))
 
     def note(self, text: str) -> None:
         """Append a line to the log."""
@@ -299,15 +309,15 @@ class Link:
         delay_s = self._network.delay_s()
         if self._world.now < self.slow_until:
             delay_s += 0.3 * self._world.random.random()
-        return max(last, self._world.now + delay_s)
+        due, deadline = max(last, self._world.now + delay_s), self._world.deadline
+        return deadline if due < deadline < due + _TIE_S and self._world.chance(0.1) else due
 
     def send(self, frame: bytes) -> bool:
         """Send a frame from peer to listener; returns whether there is a connection."""
         if not self.up:
             return False
         self._last_there = self._due(self._last_there)
-        wait_s = self._last_there - self._world.now
-        self._world.after(wait_s, self._arrive_there, self._generation, self._network.era, frame)
+        self._world.at(self._last_there, self._arrive_there, self._generation, self._network.era, frame)
         return True
 
     def _arrive_there(self, generation: int, era: int, frame: bytes) -> None:
@@ -321,7 +331,7 @@ class Link:
             return False
         self.coming.append(frame)
         self._last_here = self._due(self._last_here)
-        self._world.after(self._last_here - self._world.now, self._arrive_here, self._generation)
+        self._world.at(self._last_here, self._arrive_here, self._generation)
         return True
 
     def _arrive_here(self, generation: int) -> None:

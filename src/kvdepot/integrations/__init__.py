@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import time
+from kvdepot.integrations.loaded import loaded_since
 
-_loaded_since = time.time()
-
-
-def loaded_since() -> float:
-    """Unix time at which this process had not yet read any of a model's files: vLLM loads its plugins before."""
-    return _loaded_since
+__all__ = ["loaded_since", "register_vllm"]
 
 
 def register_vllm() -> None:

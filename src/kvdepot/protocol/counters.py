@@ -221,7 +221,17 @@ SERVER = (
         "handshakes refused", _REQUESTS, "Give the client its key, or find out who it is.",
     ),
 )  # fmt: skip
-"""Counters of the server: `counters` of the status."""
+"""Counters of the server: `counters` of the status.
+
+Two laws of conservation hold, and the simulation checks them. Each chunk that a lookup asked for (`lookup_chunks`) is
+found at most once (`hit_chunks`); the others were missed. Each shard that a store asked for is counted once, under one
+of `STORE_OUTCOMES`, when the store ends.
+"""
+
+STORE_OUTCOMES = (
+    "stored_chunks", "known_chunks", "dropped_chunks", "capped_chunks", "yielded_chunks", "mismatched_chunks",
+    "failed_chunks",
+)  # fmt: skip
 
 TIER = (
     Counted("saved_chunks", "shards", "Shards written to the tier."),

@@ -31,7 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.request import RequestStatus
 
 from kvdepot.config import default_url
-from kvdepot.integrations import loaded_since
+from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.vllm.environment import platform_facts
 from kvdepot.integrations.vllm.fields import describe_config
 from kvdepot.integrations.weight_files import SETTLED_S, find_weights, kinds_read

@@ -28,7 +28,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from kvdepot.errors import ConfigError
-from kvdepot.integrations import loaded_since
+from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.vllm.environment import describe_code, describe_environment, platform_facts
 from kvdepot.integrations.vllm.fields import describe_config
 from kvdepot.integrations.vllm.groups import describe_groups, find_groups, holds_plain_numbers

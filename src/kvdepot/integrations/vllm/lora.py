@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-from kvdepot.integrations import loaded_since
+from kvdepot.integrations.loaded import loaded_since
 from kvdepot.integrations.vllm.weights import NamedWeights
 from kvdepot.integrations.weight_files import FolderState, find_weights, read_state, uses_modelscope
 from kvdepot.protocol.keys import derive_root
