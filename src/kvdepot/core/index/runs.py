@@ -40,7 +40,7 @@ class Refusal(Enum):
     OTHER_SIZE = "memory has the shard in another size, which the new bytes do not fit"
 
 
-class Case(Enum):
+class ChunkCase(Enum):
     """A chunk of a run, by what its reservation does about it. The first three need space."""
 
     NEW = "the index does not have it: it is inserted, with this rank's shard"
@@ -52,7 +52,7 @@ class Case(Enum):
     MISFIT = "this rank's shard is there in another size, and not sealed: the run ends before it"
 
 
-NEW, LACKING, LATE, SPOILED, OUTDATED, KNOWN, MISFIT = Case  # attributes of an enum are slow to get
+NEW, LACKING, LATE, SPOILED, OUTDATED, KNOWN, MISFIT = ChunkCase  # attributes of an enum are slow to get
 
 
 class Plan(msgspec.Struct, gc=False):
@@ -69,7 +69,7 @@ class Plan(msgspec.Struct, gc=False):
     account: Account
     taken: int
     keys: list[bytes]
-    steps: list[tuple[bytes, Chunk | None, Case]] = []
+    steps: list[tuple[bytes, Chunk | None, ChunkCase]] = []
     count: int = 0
 
 
@@ -99,7 +99,7 @@ def needed(plan: Plan) -> list[Chunk]:
     ]
 
 
-def _case_of(chunk: Chunk, plan: Plan) -> Case:
+def _case_of(chunk: Chunk, plan: Plan) -> ChunkCase:
     shard, is_own, is_load = chunk.shards.get(plan.rank), chunk.account is plan.account, plan.wall is None
     is_pending = chunk.state is states.PENDING_REMOVAL
     if shard is None:
