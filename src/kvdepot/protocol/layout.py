@@ -109,6 +109,8 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
         """Raise LayoutError unless every byte of every block is inside its mapping."""
         if self.num_blocks < 1:
             raise LayoutError("layout has no blocks")
+        if self.numbers and sum(size for _, size in self.numbers) != self.block_bytes:
+            raise LayoutError(f"data types of {self.numbers} for blocks of {self.block_bytes} bytes")
         for number, segment in enumerate(self.segments):
             where = f"segment {number} {segment}"
             if segment.size < 1 or segment.offset < 0 or segment.stride < segment.size:
