@@ -521,6 +521,17 @@ def test_a_queued_lookup_that_is_wanted_now_gets_what_memory_has() -> None:
     assert desk.answers[awaited] == 0
 
 
+def test_a_lookup_that_is_hurried_after_its_answer_was_lost_counts_its_hits_once(desk: Desk) -> None:
+    desk.ask(b"one", store(prompt("p", 3)))
+    asked = lookup(prompt("p", 3))
+    for request in (asked, replace(asked, hurries=True), replace(asked, hurries=True)):
+        assert desk.ask(b"two", request) == 3
+    counters = desk.depot.counters
+    assert (counters["lookups"], counters["lookup_chunks"], counters["hit_chunks"]) == (1, 3, 3)
+    desk.ask(b"two", replace(lookup(prompt("p", 3), "unseen"), hurries=True))  # what it hurries went to a dead server
+    assert (counters["lookups"], counters["lookup_chunks"], counters["hit_chunks"]) == (2, 6, 6)
+
+
 def test_lookups_beyond_those_that_may_queue_get_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in ("searches", "hashes"):
         desk = with_prompts("a", "b", "c", chunks=12, pages=40)

@@ -144,7 +144,8 @@ class Checks:
         counters = self.depot.counters
         asked, found, sure = self.asked_chunks, self.found_chunks, self.sure_chunks
         assert sure <= counters["hit_chunks"] <= found, f"{found} chunks were found, {sure} of them at the first answer"
-        assert counters["hit_chunks"] <= counters["lookup_chunks"] <= asked
+        looked_up = counters["lookup_chunks"]
+        assert counters["hit_chunks"] <= looked_up <= asked, f"{looked_up} of {asked} chunks asked for are counted"
         ended = {outcome: counters[outcome] for outcome in STORE_OUTCOMES}
         operations = [each for client in self.depot.clients for each in client.operations.values()]
         under_way = sum(len(each.chunks) for each in operations if isinstance(each.request, wire.Store))
@@ -238,7 +239,8 @@ class Checks:
             self._waits.answered(asked[0], request, waited_s, value, roomless)
         groups, found = self._asked_groups(asked[0], request), found_by(request, value)
         self.found_chunks += value.chunks if request.readers else 0
-        self.sure_chunks += value.chunks if request.readers and not is_repeated else 0
+        is_first = not is_repeated and not request.hurries
+        self.sure_chunks += value.chunks if request.readers and is_first else 0
         self._check_found(groups, found)
         if found:
             self._check_pinned(asked[0], request, groups, found)

@@ -15,6 +15,7 @@ from kvdepot.core.index.chunk import Namespace, is_hidden, is_there
 from kvdepot.core.index.states import ChunkState
 from kvdepot.core.lookups.phases import STORE_S, SearchPhase
 from kvdepot.protocol import wire
+from kvdepot.protocol.keys import tenant_salt
 from kvdepot.tiers.format import NO_SALT, ShardFacts
 from tests.sim.groups import deepest, longest, needed
 
@@ -107,7 +108,7 @@ class Behind:
                 group.tenant, group.model, group.world_size, rank, group.blocks_in_chunk, group.chunk_tokens,
                 group.layouts[rank],
             )  # fmt: skip
-            name = facts.name(salt or NO_SALT, key)
+            name = facts.name(tenant_salt(group.tenant, salt) or NO_SALT, key)
             if not any(name in store.tier.objects for store in self._server.host.stores):
                 return False
         return True

@@ -334,7 +334,7 @@ class Server(Checks, Harness):
             frame[: wire.ID_BYTES] + frame[wire.ID_BYTES + SEAL_BYTES :] if sealed else frame
         )
         self.users.setdefault(identity, self.host.tenants.get(link.name.partition(".")[0], ""))
-        if isinstance(request, wire.Lookup) and request.readers and not request.hurries:
+        if isinstance(request, wire.Lookup) and request.readers:
             self.asked_chunks += len(request.hashes) // 32
         is_odd = client is not None and client.tenant == ODD_TENANT
         if isinstance(request, KVDepotError):

@@ -19,6 +19,7 @@ import numpy as np
 from kvdepot.core.index.chunk import Chunk, Namespace
 from kvdepot.errors import KVDepotError
 from kvdepot.memory.extents import checksum, views
+from kvdepot.protocol.keys import tenant_salt
 from kvdepot.tiers import TierConfig, parse
 from kvdepot.tiers.codec import SLACK, make_codec
 from kvdepot.tiers.format import HEADER_BYTES, NO_SALT, Header, ShardFacts
@@ -87,8 +88,8 @@ class Store:
         self.config = config
 
     def put(self, tenant: str, memory: Memory, key: bytes, salt: bytes, seeds: list[bytes]) -> Part:
-        """Another host stores a chunk that it has computed."""
-        model = memory.model
+        """Another host stores a chunk that it has computed. salt: the tag that its engine sends."""
+        model, salt = memory.model, tenant_salt(tenant, salt)
         facts = ShardFacts(
             tenant,
             model.name,
@@ -292,7 +293,7 @@ class Forgettings:
 
     def begin(self, tenant: str, model: str, salt: bytes) -> Forgot:
         self._now += 1
-        forgot = Forgot(self._now, tenant, model, salt)
+        forgot = Forgot(self._now, tenant, model, tenant_salt(tenant, salt))
         self.all.append(forgot)
         return forgot
 

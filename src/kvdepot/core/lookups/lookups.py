@@ -85,8 +85,10 @@ class Lookups:
             if request.hurries and before.phase is _TIERS and before.tiers is not None:
                 self._tiering.loads.late_tiers(before.tiers, now)
             actions += self._give_up(before)
+        search.is_hurry = request.hurries and (before is not None or session is not None)
         if session is not None:
             self.pins.count_no_more(session)
+            search.counted = session.answer.chunks if search.is_hurry and before is None else 0
         return [*actions, *self._begin(search, now)]
 
     def _begin(self, search: Search, now: float) -> list[Action]:
@@ -94,7 +96,7 @@ class Lookups:
         search.first = match.chunks
         if not search.by_hand:
             client.model, client.is_engine = request.model, True
-            if not request.hurries:
+            if not search.is_hurry:
                 self._counters["lookups"] += 1
                 self._counters["lookup_chunks"] += len(request.hashes) // HASH_BYTES
                 for namespace in match.namespaces:
@@ -325,12 +327,13 @@ class Lookups:
             value = self._keep(search, match)
             found = match.chunks
             if not search.by_hand:
-                self._counters["hit_chunks"] += found
+                more = max(0, found - search.counted)
+                self._counters["hit_chunks"] += more
                 self._trails.looked_up(search, match, tokens)
                 if match.namespaces and self._leases.bytes:
                     self._leases.count_found(match.namespaces[0], request.hashes, found, tokens)
                 for namespace in match.namespaces:
-                    namespace.hit_chunks += found
+                    namespace.hit_chunks += more
         except KVDepotError as exc:
             self._counters["errors"] += 1
             log.debug("Lookup failed: %s", exc, extra=_about(search))

@@ -37,6 +37,8 @@ class Search:
     deadline: float = NEVER  # when its wait in this phase is over
     turn: tuple[int, int] = (0, -1)  # its place in its engine's queue, and its number among equal ones; -1: none yet
     first: int = 0  # chunks that memory had when it was searched last
+    is_hurry: bool = False  # it hurries a lookup that was counted, and is not counted itself
+    counted: int = 0  # hits that were counted with the answer to the lookup that it hurries
     held: dict[tuple[int, bytes], Chunk] = field(default_factory=dict)  # by number of the namespace and key
     share: PinShare | None = None  # of the pin budget
     size: int = 0  # bytes of its share, taken or not, if it is queued
