@@ -200,11 +200,12 @@ def test_tenants_are_tables_of_the_file_with_sizes_in_units(tmp_path: Path) -> N
         weight = 3
         ttl_s = 60
         [tenants.red]
-        disk_floor_bytes = "1GiB"
+        disk_floor_bytes = "0.3GiB"
         disk_cap_bytes = "1.5TiB"
     """
     loaded = load(write(tmp_path, text), environ={})
-    assert loaded.tenants == {"blue": Quota(1 << 29, 2 << 30, 3.0, 60), "red": Quota(0, 0, 1.0, 0, 1 << 30, 1536 << 30)}
+    red = Quota(0, 0, 1.0, 0, 322122547, 1536 << 30)
+    assert loaded.quotas == {("blue", b""): Quota(1 << 29, 2 << 30, 3.0, 60), ("red", b""): red}
     shown = config.masked(loaded)["tenants"]
     memory = {"floor_bytes": 1 << 29, "cap_bytes": 2 << 30, "weight": 3.0, "ttl_s": 60}
     assert json.loads(json.dumps(shown))["blue"] == memory | {"disk_floor_bytes": 0, "disk_cap_bytes": 0}

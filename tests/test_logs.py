@@ -79,6 +79,17 @@ def test_a_json_line_has_time_level_logger_message_and_fields(configure: Configu
     assert said == {"level": "warning", "logger": "kvdepot.part", "message": "lost 3", "request": "r1", "tier": "disk"}
 
 
+def test_what_cannot_be_formatted_does_not_raise_into_the_caller(configure: Configure) -> None:
+    class Broken:
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    read = configure("human")
+    logging.getLogger("kvdepot").warning("%s", Broken())
+    logging.getLogger("kvdepot").warning("next")
+    assert "next" in read()
+
+
 @pytest.mark.parametrize("form", ["human", "json"])
 def test_a_traceback_is_bounded_and_looks_like_no_line_of_ours(configure: Configure, form: str) -> None:
     read = configure(form)

@@ -21,7 +21,7 @@ from kvdepot.memory.shm import SHM
 from kvdepot.protocol.addresses import MOST_PATH, MOST_PORT, fault_of_endpoint
 from kvdepot.protocol.keys import salt_tag, tenant_salt
 from kvdepot.protocol.leases import HINT_S, MOST_PRIORITY, NORMAL
-from kvdepot.protocol.quotas import Quota
+from kvdepot.protocol.quotas import GivenQuota, Quota
 from kvdepot.tiers import TierConfig, parse
 from kvdepot.tiers.rules import Rules
 from kvdepot.tiers.urls import shown
@@ -113,7 +113,7 @@ def _one_of(*words: str) -> str:
     return rf"^({'|'.join(words)})\Z"  # not $, which a final newline would pass
 
 
-class SaltQuota(Quota, frozen=True, forbid_unknown_fields=True):
+class SaltQuota(GivenQuota, frozen=True):
     """A table `[salts.SALT]`: a quota of the requests with one cache salt; with `ttl_s` alone, a time to live for every
     tenant. tenant: whose requests; None: those of clients without a tenant."""
 
@@ -129,10 +129,6 @@ class SaltQuota(Quota, frozen=True, forbid_unknown_fields=True):
         """Whether it says more than `ttl_s`."""
         fields = [each for each in msgspec.structs.fields(self) if each.name != "ttl_s"]
         return any(getattr(self, each.name) != each.default for each in fields)
-
-    @property
-    def quota(self) -> Quota:
-        return Quota(*(getattr(self, name) for name in Quota.__struct_fields__))
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -189,7 +185,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 1.0
     ttl_s: Annotated[int, _memory("seconds after which a chunk expires; 0 = never", ge=0, le=1 << 31)] = 0
     tenants: Annotated[
-        dict[str, Quota], _memory("floors, caps, weight and expiry by tenant: tables [tenants.NAME], see SECURITY.md")
+        dict[str, GivenQuota],
+        _memory("floors, caps, weight and expiry by tenant: tables [tenants.NAME], see SECURITY.md"),
     ] = {}
     salts: Annotated[
         dict[str, SaltQuota], _memory("the same by cache salt: tables [salts.SALT] as for tenants, and with tenant")
@@ -253,7 +250,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def quotas(self) -> dict[tuple[str, bytes], Quota]:
         """Quotas by tenant and tag of a cache salt (`keys.salt_tag`; an empty tag: the tenant's own)."""
         salts = {(each.tenant or "", salt_tag(salt)): each for salt, each in self.salts.items() if each.has_quota}
-        tenants = {(tenant, b""): quota for tenant, quota in self.tenants.items()}
+        tenants = {(tenant, b""): each.quota for tenant, each in self.tenants.items()}
         return tenants | {owner: each.quota for owner, each in salts.items()}
 
     @property
@@ -366,7 +363,7 @@ def load_with_sources(
     merged = in_units(merged)
     if str(merged.get("http", "")).isdecimal():
         merged["http"] = f"127.0.0.1:{merged['http']}"
-    for name, kind in (("tenants", Quota), ("salts", SaltQuota)):
+    for name, kind in (("tenants", GivenQuota), ("salts", SaltQuota)):
         if name in merged:
             merged[name] = _tables(name, merged[name], kind, source[name])
     try:

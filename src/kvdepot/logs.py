@@ -81,7 +81,7 @@ class _Writer(logging.Handler):
             return
         try:
             self._queue.put_nowait(self.format(record))
-        except (TypeError, ValueError, KeyError):  # a wrong call of a logger: its traceback goes to standard error
+        except Exception:  # noqa: BLE001 - a wrong call of a logger: its traceback goes to standard error
             self.handleError(record)
 
     def flush(self) -> None:

@@ -71,7 +71,7 @@ def _in_unit(name: str, value: object) -> object:
         count = parse_size(value) / _UNITS[_unit(name).upper()]
     except ValueError:
         return value  # not a number either, which `explain` reports
-    return int(count) if count.is_integer() else count
+    return round(count) if name.endswith("_bytes") or count.is_integer() else count
 
 
 def _unit(name: str) -> str:

@@ -493,6 +493,14 @@ def test_a_shard_of_another_size_is_not_written_over_and_is_no_lack_of_room(shel
     assert shelf.reserve(chain, 1) is not None, "one of its size is"
 
 
+def test_a_long_run_that_names_a_chunk_twice_reserves_it_once() -> None:
+    """The time must not be that of comparing each chunk with all before it: with 65,536 that stops the server."""
+    shelf = Shelf(pages=1 << 16)
+    chain = [number.to_bytes(32, "big") for number in range(1, wire.MAX_CHUNKS)]
+    made = shelf.index.reserve(shelf.namespace, 0, Run(b"".join([*chain, chain[0]]), PAGE, b"root", 1), 0)
+    assert (len(made.chunks), made.known, made.refusal) == (len(chain), 1, None)
+
+
 # -- runs that meet chunks which exist
 
 

@@ -15,7 +15,7 @@ from kvdepot.memory.allocator import PAGE
 from kvdepot.protocol import wire
 from kvdepot.protocol.keys import ChunkChain, salt_tag
 from kvdepot.protocol.quotas import Quota
-from kvdepot.protocol.status import TenantStatus
+from kvdepot.protocol.status import TenantStatus, read
 from kvdepot.tiers.disk import Disk
 from kvdepot.tiers.rules import Rules
 from kvdepot.tiers.worker import Enforce
@@ -68,6 +68,14 @@ def test_a_quota_that_cannot_hold_is_neither_made_nor_decoded(given: dict[str, f
         Quota(**given)  # type: ignore[arg-type]
     with pytest.raises(msgspec.ValidationError, match=fault):
         msgspec.convert(given, Quota)
+
+
+def test_a_status_with_a_newer_servers_field_of_a_quota_is_read(desk: Desk) -> None:
+    desk.hello(b"admin")
+    assert desk.ask(b"admin", wire.SetQuota("blue", Quota(floor_bytes=PAGE))) is None
+    answer = msgspec.to_builtins(desk.depot.status())
+    answer["tenants"][0]["quota"]["added_later"] = 1
+    assert read(answer).tenants == desk.depot.status().tenants
 
 
 def test_only_a_client_without_a_tenant_changes_quotas(desk: Desk) -> None:

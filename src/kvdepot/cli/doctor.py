@@ -181,7 +181,9 @@ def _memory(facts: Circumstances) -> Iterator[Said]:
 
 def _huge_pages(facts: Circumstances) -> Iterator[Said]:
     path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = ""
+    with contextlib.suppress(OSError):  # no such file, or a sandbox that hides it
+        text = path.read_text(encoding="utf-8")
     mode = text.partition("[")[2].partition("]")[0]
     if mode in ("never", "deny"):
         text = f"disabled for shared memory ({mode}): the first use of the arena is slower"

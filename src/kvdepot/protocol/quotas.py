@@ -17,7 +17,7 @@ MOST_WEIGHT = 1e6
 _MOST = 1 << 62
 
 
-class Quota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Quota(msgspec.Struct, frozen=True):
     """The limits of one tenant or salt, in settings file, messages, status, HTTP and command line. Raises ValueError.
 
     Memory counts in bytes of the allocator: whole pages, including reserved ones; each local tier in bytes that its
@@ -53,6 +53,14 @@ class Quota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def is_on_disk(self) -> bool:
         return bool(self.disk_floor_bytes or self.disk_cap_bytes)
+
+
+class GivenQuota(Quota, frozen=True, forbid_unknown_fields=True):
+    """A quota in the settings file or a body over HTTP, where an unknown field is an error; see `quota`."""
+
+    @property
+    def quota(self) -> Quota:
+        return Quota(*(getattr(self, name) for name in Quota.__struct_fields__))
 
 
 def fault_of(quotas: Collection[Quota], capacity_bytes: int) -> str:

@@ -515,8 +515,8 @@ class Placement(_Message, frozen=True):
 
 
 class ForgetAnswer(msgspec.Struct, frozen=True):
-    """Answer to a `Forget`. removed: chunks removed from `memory` and from each tier, by its name; what a writer has
-    stored counts 0 in tiers, which remove it when it is read. left: by the same names, or `error`, why chunks may
+    """Answer to a `ForgetChunks`. removed: chunks removed from `memory` and from each tier, by its name; what a writer
+    has stored counts 0 in tiers, which remove it when it is read. left: by the same names, or `error`, why chunks may
     remain."""
 
     removed: dict[str, int]

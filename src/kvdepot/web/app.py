@@ -35,7 +35,7 @@ from kvdepot.protocol.health import RECENT_S, Health, judge
 from kvdepot.protocol.keys import salt_tag
 from kvdepot.protocol.leases import MOST_PRIORITY, NORMAL, LeaseStatus
 from kvdepot.protocol.metrics import BOUNDS_S
-from kvdepot.protocol.quotas import Quota, shown_tag
+from kvdepot.protocol.quotas import GivenQuota, shown_tag
 from kvdepot.protocol.status import DISTRIBUTIONS, Loss, Status
 from kvdepot.web.child import Order
 from kvdepot.web.dispatch import Dispatch, Encoded, get, post
@@ -198,7 +198,7 @@ class QuotaBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tenant: Annotated[str, Meta(max_length=64)] = ""
     salt: Annotated[str, Meta(max_length=wire.MAX_REQUEST_ID)] = ""
-    quota: Quota | None = None
+    quota: GivenQuota | None = None
 
 
 class ForgetBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

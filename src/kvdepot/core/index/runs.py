@@ -80,7 +80,8 @@ def classify(namespace: Namespace, rank: int, run: Run, wall: int | None, accoun
     plan = Plan(namespace, rank, run, wall, account, Allocator.rounded(run.size), keys)
     steps = [(key, chunk := chunks.get(key), NEW if chunk is None else _case_of(chunk, plan)) for key in keys]
     if len(set(keys)) < len(keys):  # the second time that a run names a chunk, the first has reserved it
-        steps = [(key, chunk, KNOWN if key in keys[:at] else case) for at, (key, chunk, case) in enumerate(steps)]
+        first = {key: at for at, key in reversed(list(enumerate(keys)))}
+        steps = [step if first[step[0]] == at else (*step[:2], KNOWN) for at, step in enumerate(steps)]
     cases = [case for _, _, case in steps]
     plan.steps, plan.count = steps, sum(map(cases.count, (NEW, LACKING, LATE)))
     return plan
