@@ -228,7 +228,6 @@ class Connections:
         return actions
 
     def close(self) -> None:
-        """Close all liveness files, but leave them in the file system."""
         for client in self._depot.clients:
             client.liveness.close(remove=False)
 

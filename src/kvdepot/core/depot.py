@@ -408,7 +408,6 @@ class Depot:
 
     @property
     def clients(self) -> Collection[Client]:
-        """All live clients that have passed the handshake."""
         return self._clients.values()
 
     def status(self, tenant: str = "") -> Status:

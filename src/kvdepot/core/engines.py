@@ -31,7 +31,6 @@ _SHORT = 100
 
 class Engines:
     def __init__(self, note: Callable[[str, str], None]) -> None:
-        """note: adds an event to the journal."""
         self._note = note
         self._clients: Counter[tuple[str, str | bytes]] = Counter()  # by engine
         self._died: set[tuple[str, str | bytes]] = set()  # engines with a client that did not close its connection

@@ -111,7 +111,6 @@ class Removals:
         self._is_stopping = False
 
     def __bool__(self) -> bool:
-        """Whether `step` has anything to do."""
         return bool(self._ready)
 
     # -- of namespaces

@@ -86,7 +86,6 @@ class Pins:
                 self.end(session.client, request)
 
     def end(self, client: Client, request: str) -> None:
-        """Release a request's pins; does nothing if it has none."""
         session = client.sessions.pop(request, None)
         if session is None:
             return

@@ -72,7 +72,6 @@ class Report:
         self._corrupt = 0  # corrupt chunks when last logged
 
     def note(self, kind: str, text: str) -> None:
-        """Add an event to the journal, in place of the oldest if there are too many."""
         self.events.append(Event(self.wall, kind, text[:_MOST_TEXT]))
 
     def reach(self, obstacle: str, where: str = "") -> None:

@@ -51,7 +51,6 @@ class Trails:
         return self._trails.setdefault(key, Trail(*key))
 
     def looked_up(self, search: Search, match: Match, chunk_tokens: int) -> None:
-        """Record the answer to an engine's lookup."""
         client, lookup, tiers, names = search.client, search.request, search.tiers, self._tier_names
         end, key, gone_s = self._end(match, search)
         tops = match.pins[0].chunks if match.pins and match.namespaces[0].is_simple else []
@@ -93,7 +92,6 @@ class Trails:
         _add(self._of(client, request).shards, shards)
 
     def ended(self, client: Client, request: wire.EndSession) -> None:
-        """Add what an engine reports about a request."""
         asked, trail = request.asked, self._trails.get((client.tenant, request.request))
         if trail is not None:
             found = {"needed": asked.tokens, "in its own cache": asked.own, "found here": asked.found}

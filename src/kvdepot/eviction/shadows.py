@@ -224,7 +224,7 @@ _SHORTEST = 64
 _LEARN = 256
 """Minimum number of requests and misses between two computations of the ranks."""
 _NEW, _BRANCH, _CONTINUED, _PART = range(4)
-"""What a run was stored behind; `_PART`: the run is the part of a chunk in a bounded KV cache group."""
+"""The kind of chunk that a run was stored behind; `_PART`: the run is a chunk's part in a bounded KV cache group."""
 _BEHIND = 3
 _FIRST, _FOLLOWED = 4, 8
 """Flags of a run: its request stored it first; another run was stored behind it."""

@@ -48,7 +48,7 @@ class Refusal(Enum):
 
 
 class ChunkCase(Enum):
-    """What a reservation does about one chunk of its run. The first three cases need space."""
+    """The case of one chunk of a run: the step that a reservation takes about it. The first three need space."""
 
     NEW = "the index does not have it: it is inserted, with this rank's shard"
     LACKING = "it lacks this rank's shard, which it gets"

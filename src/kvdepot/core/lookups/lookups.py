@@ -453,7 +453,6 @@ class Lookups:
         return [action for search in list(self._searches.values()) for action in self._finish(search)]
 
     def _finish(self, search: Search) -> list[Action]:
-        """Answer a search with what memory has."""
         if search.phase is _TIERS and search.tiers is not None:
             self._tiering.loads.end(search.tiers)
             return self.loaded(search.tiers)

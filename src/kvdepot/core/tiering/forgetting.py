@@ -110,7 +110,6 @@ class Forgettings:
         return len(self._under_way)
 
     def is_under_way(self, namespace: Namespace, salt: bytes) -> bool:
-        """Whether chunks of this namespace and salt are being forgotten."""
         return any(forgetting.covers(namespace, salt) for forgetting in self._under_way)
 
     def begin(self, forgetting: Forgetting, now: float) -> list[ForgetSpaces]:

@@ -324,7 +324,7 @@ class Loads:
         return self._load(tier_search, now)
 
     def _leave_slow(self, tier_search: TierSearch, now: float) -> None:
-        """Leave to the engine the chunks that it computes faster than the slowest tier loads them; repeat."""
+        """Leave to the engine the chunks that it computes faster than the slowest tier loads them, tier by tier."""
         while tier_search.found and tier_search.request.speed and not tier_search.is_trial:
             found, end, sizes = tier_search.found, self._boundary(tier_search, tier_search.end), Counter[int]()
             needed = [(needed_parts(group.reach, end), group.sizes) for group in tier_search.namespace.groups]

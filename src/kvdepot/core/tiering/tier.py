@@ -118,12 +118,10 @@ class TierState:
 
     @property
     def is_searchable(self) -> bool:
-        """Whether lookups may ask this tier."""
         return self.breaker.usable and self.breakers[LOOKUPS].usable and self.breakers[READS].usable
 
     @property
     def is_writable(self) -> bool:
-        """Whether shards may be saved in this tier."""
         return self.breaker.usable and self.breakers[WRITES].usable
 
     def succeeded(self, now: float, kind: str = "") -> None:

@@ -155,7 +155,6 @@ class Tiering:
 
     @property
     def busy(self) -> bool:
-        """Whether chunks are being saved, loaded, forgotten or erased."""
         is_saving = any(tier.saving or tier.queue for tier in self._tiers)
         return bool(self.loads.arriving_bytes or self.forgettings or self.erasures or is_saving)
 
