@@ -4,7 +4,7 @@ Called by core/depot.py, core/lookups/ and core/verification.py on the deciding 
 Invariants: no number ever falls, and the entries of each list add up to the total. So an entry is kept until the server
 ends. Tenants and models without an entry share the entry `OTHERS`, which only clients that may see every tenant get.
 
-Clients choose the names of models, so a model gets an entry only if the depot has a namespace of it, and a tenant gets
+Clients choose the names of models, so a model gets an entry only if the depot has a namespace of it. A tenant gets
 another entry only while it has fewer entries than are free. So one tenant can take half of them, and others still find
 some. The other models of a tenant share an entry, and so do the tenants above the limit.
 

@@ -31,7 +31,7 @@ class WallClock:
     clock never makes an entry live longer: the wall clock or the monotonic one decides, whichever is ahead."""
 
     def __init__(self) -> None:
-        self._ahead = float("-inf")  # of the other clock
+        self._ahead = float("-inf")  # seconds by which it was ahead of the monotonic clock
 
     @property
     def is_new(self) -> bool:

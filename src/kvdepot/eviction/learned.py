@@ -2,13 +2,13 @@
 
 Two **shadows** (shadows.py) contain as many chunks as the cache: those that LRU would keep, and those that a policy
 would keep that learns how soon chunks come back. So their misses on the same requests are known, and this policy
-follows one of them, the **leader**: it evicts chunks that the leader does not contain, in the order in which the leader
+follows one of them, the **leader**. It evicts chunks that the leader does not contain, in the order in which the leader
 evicted them. After a change, the cache moves to the new leader's chunks as new chunks need space.
 
 The leader is the shadow with the fewest misses in the last few turnovers of the cache. The first leader is the shadow
 that learns, or LRU if there is room for few prompts. But once this policy itself has had more misses than LRU, by 0.2 %
-and by a hundredth of the chunks, it follows LRU until half of this excess is made up for, or the learning shadow has a
-clear lead. In small caches, a lead must be at least the misses of a few requests.
+and by a hundredth of the chunks, it follows LRU. It does so until half of this excess is made up for, or the learning
+shadow has a clear lead. In small caches, a lead must be at least the misses of a few requests.
 
 Nothing depends on the time: the same calls give the same evictions, as long as no two keys are confused (runs.py).
 

@@ -274,8 +274,8 @@ class LearningShadow(Shadow):
         self._until_learning = 0
         self._date = runs.column("I")  # epoch of the last use
         self._risk = runs.column("I")  # chunks in a cohort's `at_risk`
-        self._class = runs.column("B")  # of that cohort
-        self._since = runs.column("I")  # epoch of that cohort
+        self._class = runs.column("B")  # class of the cohort
+        self._since = runs.column("I")  # epoch of the cohort
         self._facts = runs.column("B")  # what it was stored behind, flags, and uses
         self._length = runs.column("B")  # chunks that its request stored up to its end
         self._cohorts: dict[int, _Cohort] = {}  # by epoch * _CLASSES + class

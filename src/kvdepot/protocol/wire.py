@@ -97,9 +97,10 @@ class Prove(_Message, frozen=True):
 class Group(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A KV cache group of a model, as one rank registers it.
 
-    reach: chunks before a boundary that the engine needs of this group to resume there: 0 means all from the prompt's
-    start (full attention, MLA), n the last n (a sliding window), 1 the last one (a state). size: bytes of one chunk on
-    this rank. fingerprint: the fingerprint of this rank's layout of the group; each group has another one.
+    reach: the number of the group's chunks before a boundary that the engine needs to resume there. 0: all from the
+    prompt's start (full attention, MLA); n: the last n (a sliding window); 1: the last one (a state). size: bytes of
+    one chunk on this rank. fingerprint: the fingerprint of this rank's layout of the group; each group has another
+    one.
     """
 
     reach: int

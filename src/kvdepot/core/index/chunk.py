@@ -53,7 +53,7 @@ class Chunk(Victim, gc=False, kw_only=True):
     parent: Chunk | None = None
     salt: bytes = b""  # 16 bytes that identify its prompt's cache salt, for `forget`; empty: none
     run: int = 0
-    """The length of the row of chunks, up to this one, with the same writers as of `run_as_of` withdrawals."""
+    """The number of consecutive chunks, up to this one, with the same writers after `run_as_of` withdrawals."""
     run_as_of: int = -1
     born: int = 0  # when it was computed, seconds since 1970
     used: int = 0  # running number of its last use; after a restart, of its store

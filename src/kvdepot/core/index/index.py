@@ -1,9 +1,9 @@
 """The index: which chunks exist, what holds them, and where their bytes are. No I/O, thread or clock.
 
-Called by core/ on the deciding thread only. Invariants: a visible chunk is sealed on every rank; a chunk that is
-pinned, being copied, or has a chunk behind it is not evicted, so pinning the deepest chunk of a match protects all of
-it; a record is erased before its bytes are free. Every mutation appends what happened to `events` (events.py), which
-readers get afterwards: none runs in the middle of a mutation. Space is made before chunks are inserted. Chunks
+Called by core/ on the deciding thread only. Invariants: a visible chunk is sealed on every rank. A chunk that is
+pinned, being copied, or has a chunk behind it is not evicted, so pinning the deepest chunk of a match protects the
+whole match. A record is erased before its bytes are free. Every mutation appends what happened to `events` (events.py),
+which readers get afterwards: none runs in the middle of a mutation. Space is made before chunks are inserted. Chunks
 without a known parent are **loose**, position 0. A part of a bounded KV cache group is evicted before the unbounded one
 with the same key.
 """

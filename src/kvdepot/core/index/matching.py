@@ -1,8 +1,8 @@
 """Finds the prefix of a prompt that memory has, and the store in progress that would make it longer. Queries only.
 
-A KV cache group's reach is the number of its chunks before a boundary that the engine needs to resume there: all (full
-attention), the last n (a sliding window, or a local chunk), or one (a state). A prefix ends at a boundary for which
-every KV cache group has what it needs.
+A KV cache group's reach is the number of its chunks before a boundary that the engine needs to resume there. It is all
+(full attention), the last n (a sliding window, or a local chunk), or one (a state). A prefix ends at a boundary for
+which every KV cache group has what it needs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Match(NamedTuple):
     tail: int | None = None
 
     def tail_key(self, tails: Sequence[wire.Tail]) -> bytes:
-        """The key of the match's tail. tails: those of the lookup. Empty: it has none."""
+        """The key of the match's tail, or empty if it has none. tails: the tails of the lookup."""
         return b"" if self.tail is None else tails[self.tail].key
 
 

@@ -1,9 +1,10 @@
 """Rebuilds the index from the records of an earlier server. Called once before a server serves, and by cli/check.py.
 
-Invariant: nothing is restored that could be served wrong. A record must be valid by itself (extents inside the part of
-the arena that still exists, a key, a rank whose layout is known) and with the others (one record per shard, no byte in
-two shards, a record of its writer). Each invalid record is dropped and counted. The chunks behind a dropped one are no
-prefix any more. If the records of a model's namespaces contradict each other, everything of that model is dropped.
+Invariant: nothing is restored that could be served wrong. A record must be valid by itself: extents inside the part of
+the arena that still exists, a key, and a rank whose layout is known. It must also be valid with the others: one record
+per shard, no byte in two shards, and a record of its writer. Each invalid record is dropped and counted. The chunks
+behind a dropped one are no prefix any more. If the records of a model's namespaces contradict each other, everything of
+that model is dropped.
 """
 
 from __future__ import annotations

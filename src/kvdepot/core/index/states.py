@@ -6,10 +6,10 @@
 Invariant: a state changes by the table alone. A transition that the state does not allow is a bug, and ends the server
 before anything is changed: KV that is wrong is worse than a restart, after which records say what is there.
 
-A chunk has one state and not one for each of the facts that decide it (sealed ranks, a chain before it, a removal),
-because each lookup asks whether it is CHAINED, and one comparison answers that. A slow load from a tier must not block
-an engine that has computed the same shard. So LOADING differs from RESERVED: a load may be given up, which takes its
-shard out of the chunk.
+A chunk has one state, and not one for each fact that decides it (sealed ranks, a chain before it, a removal). The
+reason is speed: each lookup asks whether chunks are CHAINED, and one comparison answers that. A slow load from a tier
+must not block an engine that has computed the same shard. So LOADING differs from RESERVED: a load may be given up,
+which takes its shard out of the chunk.
 
 Doubts: CORRUPT says "must not be used", whatever the reason, so a forgotten shard looks like a damaged one. Whether a
 removal in progress hides a chunk (`chunk.is_forgotten`) is no state, because a removal covers more chunks than one step

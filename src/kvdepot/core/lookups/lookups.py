@@ -1,7 +1,7 @@
 """All lookups in progress. Each waits for what phases.py says, and is answered with what memory then has.
 
 Called by core/depot.py on the deciding thread, also for the lookups of leases. Invariants: a search is in one phase at
-a time, which `_enter` and `_close` change; every request is answered once, unless its client is dead; with its answer,
+a time, which `_enter` and `_close` change. Every request is answered once, unless its client is dead. With its answer,
 a search gives up its holds, its want and its share of the pin budget, unless its session takes them over.
 """
 

@@ -1,8 +1,8 @@
 """One lookup, from its request to its answer. Plain data on the deciding thread.
 
-A search and its search of the tiers (core/tiering/loading.py) are two objects, because they end at different times: a
-search ends with its answer, and a tier search when its last load has arrived, which may be later. What both hold is in
-one place, `Search.held`.
+A search and its search of the tiers (core/tiering/loading.py) are two objects, because they end at different times. A
+search ends with its answer, and a tier search when its last load has arrived, which may be later. The chunks that both
+hold are in one place, `Search.held`.
 """
 
 from __future__ import annotations

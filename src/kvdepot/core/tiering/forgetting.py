@@ -2,7 +2,7 @@
 
 Invariants: a tier gets a Forget once its saves that were in progress have ended. Until all tiers have answered, no
 chunk that is being forgotten is loaded (`is_under_way`). Each tier has one Erase in progress at a time, so that a long
-prompt does not keep saves waiting; if a tier fails or its circuit breaker is open, its objects stay, and are
+prompt does not keep saves waiting. If a tier fails or its circuit breaker is open, its objects stay, and are
 counted.
 """
 

@@ -371,9 +371,8 @@ class Loads:
         return tier_tasks
 
     def _reserve_prefix(self, tier_search: TierSearch) -> list[Arrival]:
-        """Reserve the shards that the deepest boundary needs and memory lacks: first those of unbounded groups, up to
-        the first chunk that cannot be completed, then the last parts of bounded groups before the boundary that is
-        left."""
+        """Reserve the shards that the deepest boundary needs and memory lacks. First come those of unbounded groups, up
+        to the first chunk that cannot be completed, then the last parts of bounded groups before the boundary left."""
         first, groups = tier_search.first, tier_search.namespace.groups
         end = tier_search.end if tier_search.namespace.is_simple else self._affordable(tier_search)
         fresh: list[Arrival] = []

@@ -97,7 +97,7 @@ class TierState:
     saving: set[Save] = field(default_factory=set)  # Saves in progress
     save_times: CallTimes = field(default_factory=lambda: CallTimes("save"))
     usage: TierUsage = _NO_USAGE  # as of the last probe
-    error: str = ""  # the last one
+    error: str = ""  # the last error
     failed_at: float = 0.0
     probing: float | None = None  # when the probe in progress began
     probe_after: float = 0.0
