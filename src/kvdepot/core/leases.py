@@ -77,7 +77,8 @@ class Lease:
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """The order in which leases end if room is short: with an end, of low priority, the oldest."""
+        """The order in which leases end if room is short: those with an end first, then low priorities, then the
+        oldest."""
         return self.ends == _NEVER, self.request.priority, self.number
 
     def keys(self) -> bytes:
