@@ -93,8 +93,8 @@ class Index:
             for at in range(0, len(run.hashes), HASH_BYTES):
                 if (chunk := namespace.chunks.get(run.hashes[at : at + HASH_BYTES])) is not None:
                     self.remove_forgotten(chunk)
-        # There are seven cases of a chunk, which `runs.ChunkCase` names. Making space changes no case, because the
-        # plan's chunks are held meanwhile.
+        # There are seven cases of a chunk, which `runs.ChunkCase` names. Making space changes none of them, because
+        # chunks that are in the plan are held until it is carried out.
         plan = classify(namespace, rank, run, wall, self.accounts.of(namespace.tenant, run.salt))
         room = min(self.allocator.free_bytes, plan.account.cap - plan.account.used) // plan.taken
         if room >= plan.count or not plan.count:
