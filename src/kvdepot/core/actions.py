@@ -25,8 +25,7 @@ class Reply:
 
 @dataclass(slots=True)
 class Prepare:
-    """Have the arena's memory allocated before a client is told to write there. `token` is reported with the
-    outcome."""
+    """Have the arena's memory at `extents` allocated, before a client writes there. The outcome comes with `token`."""
 
     token: Any
     extents: list[Extents]
@@ -40,7 +39,7 @@ class Prepared(NamedTuple):
 
 @dataclass(slots=True)
 class Stop:
-    """The server is to stop, as on SIGTERM."""
+    """Stop the server, as SIGTERM does."""
 
     reason: str
 

@@ -20,7 +20,7 @@ _MOST_MODE = 16
 
 
 def summed_below(verify: str) -> int:
-    """Chunks are checksummed whose key begins with a byte below this, so that store and retrieve agree."""
+    """A chunk is checksummed if the first byte of its key is below this, so that store and retrieve agree."""
     return {"always": 256, "sampled": 256 // _SAMPLED}.get(verify, 0)
 
 
@@ -47,7 +47,7 @@ def check_hashes(hashes: bytes) -> None:
 
 
 def check_prompt(name: str, request: wire.Lookup | wire.TakeLease | wire.Drop) -> None:
-    """Raise BadRequest unless a prompt is within bounds. name: of the request, or of the lease."""
+    """Raise BadRequest unless a prompt is within bounds. name: the name of the request or of the lease."""
     if request.hashes or not getattr(request, "tails", ()):
         check_hashes(request.hashes)
     check_names(name, request.model)
@@ -107,7 +107,8 @@ def check_salt(salt: bytes) -> None:
 
 
 def stored_salts(ttls_s: Mapping[bytes, int], tenants: Iterable[str]) -> dict[bytes, int]:
-    """Seconds by the salts that chunks are stored under, given them by salts as clients say them: for all tenants."""
+    """Limits of age in seconds by the salts that chunks are stored under. ttls_s: the same by salts that clients
+    name."""
     return {tenant_salt(tenant, salt): ttl_s for tenant in ("", *tenants) for salt, ttl_s in ttls_s.items()}
 
 
@@ -128,7 +129,7 @@ def check_topic(topic: str) -> None:
 
 
 def check_facts(request: wire.Register) -> None:
-    """Raise BadRequest unless what a registration says of its engine is within bounds."""
+    """Raise BadRequest unless the facts in a registration are within bounds."""
     facts = request.facts
     longest = max(map(len, [request.writer, *facts, *facts.values()]))
     if len(facts) > wire.MAX_FACTS or longest > wire.MAX_CLIENT_NAME:
@@ -190,7 +191,7 @@ def check_shards(part: wire.Shards) -> None:
 
 
 def check_completion(request: wire.Complete, placement: wire.Placement, asked: wire.Request) -> None:
-    """Raise BadRequest unless a client says of each place what it has been asked for.
+    """Raise BadRequest unless a client reports about each place what the placement asks for.
 
     asked: the request that the placement answers.
     """

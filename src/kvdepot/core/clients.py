@@ -29,24 +29,24 @@ class Liveness(Protocol):
 
     @property
     def secret(self) -> bytes:
-        """Known only to processes of the client's user."""
+        """The secret bytes that only processes of the client's user know."""
 
     def is_alive(self) -> bool: ...
 
     def has_left(self) -> bool:
-        """Whether the client closed its connection, so that it does not count as dead."""
+        """Whether the client closed its connection; then it does not count as dead."""
 
     def close(self, remove: bool) -> None:
-        """Close it; with `remove`, also remove its file."""
+        """Close the liveness file. remove: also remove it from the file system."""
 
 
 @dataclass(slots=True, eq=False)
 class PinShare:
-    """The first `chunks` of a prompt, as they count in the pin budget (core/lookups/budget.py).
+    """The share that the first `chunks` of a prompt have of the pin budget (core/lookups/budget.py).
 
-    is_queued: its request only waits in its engine's queue. chunk_bytes: of one chunk, without windows and states.
-    marks: names of chunks, each with the bytes of the chunks behind the mark before it. brought: bytes that no other
-    share had when it was taken. is_taken: it counts.
+    is_queued: its request waits in its engine's queue. chunk_bytes: bytes of one chunk without windows and states.
+    marks: names of chunks, each with the bytes of the chunks since the mark before. brought: bytes that no other share
+    had when this one was taken. is_taken: the budget counts it.
     """
 
     client: Client
@@ -66,16 +66,16 @@ class Session:
     request: str
     model: str
     chunks: list[Chunk]
-    parts: int  # that these pins protect: chunks, times the KV cache groups that need them
-    tokens: int  # of the prefix
+    parts: int  # parts that the pins protect: chunks times the KV cache groups that need them
+    tokens: int  # tokens of the pinned prefix
     remaining: int  # keys still to be retrieved before the pins end
     readers: int = 1  # keys retrieved per part
     retrieved: int = 0  # keys retrieved successfully
-    share: PinShare | None = None  # of the pin budget, until its first retrieve
-    reports: bool = False  # its engine says itself what it has saved
-    number: bytes = b""  # of the lookup
+    share: PinShare | None = None  # share of the pin budget until its first retrieve
+    reports: bool = False  # its engine reports what it has saved
+    number: bytes = b""  # number of the lookup's message
     answer: wire.Hit = wire.MISS
-    withdrawals: int = 0  # when it was answered
+    withdrawals: int = 0  # the index's withdrawals at the answer
 
 
 @dataclass(slots=True, eq=False)
@@ -102,14 +102,14 @@ class CopyOperation:
     """One store, retrieve or comparison, from its request until its client has completed it."""
 
     client: Client
-    number: bytes  # of the message to answer
+    number: bytes  # number of the message to answer
     instance: Instance
     request: wire.Copying
     chunks: list[tuple[Chunk, int]] = field(default_factory=list)  # reserved or held: chunk and rank
-    positions: list[int] = field(default_factory=list)  # of each of these among all that the request names; ascending
-    summed: list[bool] = field(default_factory=list)  # whether the client is to sum their bytes
-    results: list[bool] = field(default_factory=list)  # of a retrieve, one per key; of a store, one
-    placement: wire.Placement | None = None  # the answer that has told its client where the bytes are, or belong
+    positions: list[int] = field(default_factory=list)  # place of each chunk among those of the request; ascending
+    summed: list[bool] = field(default_factory=list)  # of each chunk: whether the client computes its checksum
+    results: list[bool] = field(default_factory=list)  # of a retrieve: one per key; of a store: one
+    placement: wire.Placement | None = None  # the answer that says where the bytes are or belong
 
 
 @dataclass(slots=True, eq=False)
@@ -120,30 +120,30 @@ class Client:
     liveness: Liveness
     tenant: str = ""
     user: str = ""  # the user whose key its connection has; empty: the server has no keys
-    seal: Seal | None = None  # of its messages, if they are sealed
+    seal: Seal | None = None  # seals its messages; None: they are not sealed
     came: float = 0.0  # when it connected
     heard: float = 0.0  # when it last sent a request
     engine: str = ""  # the engine that it says it belongs to; see core/engines.py
     engine_called: str = ""  # the short name of its engine in the status, journal and log
-    host: str = ""  # of its process, as it says itself
+    host: str = ""  # host of its process, as the client says
     pid: int = 0
-    model: str = ""  # of its last lookup or registration
+    model: str = ""  # model of its last lookup or registration
     is_engine: bool = False  # has registered tensors or looked up a prompt, unlike commands, probes and web pages
     is_seen: bool = False  # core/engines.py knows that it belongs to an engine
     pins: int = 0  # parts of chunks that its sessions pin
     sessions: dict[str, Session] = field(default_factory=dict)
     instances: dict[int, Instance] = field(default_factory=dict)
     operations: dict[int, CopyOperation] = field(default_factory=dict)  # in progress, by the number of their request
-    queued_chunks: int = 0  # of these operations
+    queued_chunks: int = 0  # chunks of these operations
     dead: bool = False
 
     def belongs_to(self, hello: wire.Hello | None) -> None:
-        """Note what a client says about itself. The short name of its engine has a UUID cut to its first digits."""
+        """Note what a client says about itself. In the short name of its engine, a UUID is cut to its first digits."""
         if hello is not None:
             self.engine, self.host, self.pid = hello.engine, hello.host, hello.pid
         self.engine_called = _UUID.sub(r"\1", self.engine)[:_MOST_NAME] or self.called
 
     @property
     def called(self) -> str:
-        """Its short name in the status, journal and log."""
+        """The client's short name in the status, journal and log."""
         return self.identity.hex()[:8]

@@ -1,8 +1,8 @@
 """Checks each message before the depot decides it (rate limit, seal, handshake, user), and encodes each reply.
 
 Called with wire frames by server/loop.py on the deciding thread, and in tests by tests/harness.py. No sockets or
-clocks; the arena, the liveness files and the tenants of users are injected. A client exists from its `Prove` until
-nobody holds its liveness file any longer; then all it holds is released.
+clocks; the arena, the liveness files and the tenants of users are injected. A client exists from its `Prove` until no
+process holds its liveness file; then everything that it holds is released.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 _LISTS = wire.GetStatus, wire.ListLeases, wire.Inspect, wire.Why
 _STATUS_COST = 4
-"""A status, which lists all models, engines and tiers, counts as this many requests against `max_rate`."""
+"""The number of requests that a status costs of `max_rate`, because it lists all models, engines and tiers."""
 _MOST_COST = 4
-"""A list counts for more requests the more it has to look at, but at most for `max_rate` divided by this."""
+"""A list costs more requests the more entries it compares, but at most `max_rate` divided by this number."""
 _LEASES = 100
-"""A list of leases compares all of them, so it counts for one more request for each this many leases."""
+"""A list of leases compares all leases, so it costs one more request per this many leases."""
 _MOST_CHALLENGES = 1024
-"""Most clients between Hello and Prove; beyond that, the oldest handshake is dropped."""
+"""The most clients between Hello and Prove; a further one ends the oldest handshake."""
 _UNIT_BYTES = 4096
 """A message costs one request, plus one per 4 KiB."""
 _LEFT = 100
@@ -120,7 +120,7 @@ class Connections:
         return self._depot.handle(identity, number, request, now)
 
     def _cost(self, request: wire.GetStatus | wire.ListLeases | wire.Inspect | wire.Why) -> int:
-        """The number of requests that a list counts for beyond the first; never so many that nobody can ask for it."""
+        """The number of further requests that a list costs; bounded, so that every list can be asked for."""
         most = self._config.max_rate // _MOST_COST
         more = len(self._depot.leases) // _LEASES if isinstance(request, wire.ListLeases) else 0
         if isinstance(request, wire.Inspect):
@@ -134,7 +134,7 @@ class Connections:
             raise Busy(f"more than {self._config.max_rate} requests per second, the limit set by max_rate")
 
     def only_floods(self) -> bool:
-        """Whether only flooding clients have sent anything recently, so that the loop should pause."""
+        """Whether recently only flooding clients have sent messages, so that the loop should pause."""
         return self._rates.only_floods()
 
     def encode(self, reply: Reply, now: float) -> bytes:
@@ -147,7 +147,7 @@ class Connections:
         client = self._depot.client(reply.client)
         if client is None or client.seal is None:
             return frame
-        # Proof and UnknownClient are sent unsealed: the client may not have the key any longer.
+        # Proof and UnknownClient are sent unsealed, because the client may not have the key any longer.
         return frame if isinstance(value, wire.Proof | UnknownClient) else client.seal.close(frame)
 
     # -- handshake
@@ -218,7 +218,7 @@ class Connections:
         actions: list[Action] = []
         dead = [client for client in self._depot.clients if not client.liveness.is_alive()]
         for client in dead:
-            client.dead = True  # the end of one's stores answers lookups, but not those of another dead client
+            client.dead = True  # when its stores end, lookups are answered, but not those of another dead client
         for client in dead:
             log.debug("client %s is gone", client.called, extra={"client": client.called})
             actions += self._depot.died(client.identity, client.liveness.has_left())
@@ -228,7 +228,6 @@ class Connections:
         return actions
 
     def close(self) -> None:
-        """Close all liveness files without removing their files."""
         for client in self._depot.clients:
             client.liveness.close(remove=False)
 
@@ -236,8 +235,9 @@ class Connections:
 class Rates:
     """The rate limit: counts of all clients' requests in the current second. A flood does not delay other clients.
 
-    Requests beyond `max_rate` in a second are refused without being decoded; a client that exceeds it is limited to a
-    hundredth, until it has kept to that for a second. While only such clients send, the loop pauses: a flood uses CPU.
+    Requests beyond `max_rate` in a second are refused without being decoded. A client that exceeds it is limited to a
+    hundredth of `max_rate` until it keeps to that for a second. While only such clients send, the loop pauses to save
+    CPU.
     """
 
     def __init__(self, most: int) -> None:
@@ -248,7 +248,6 @@ class Rates:
         self._run = 0  # messages refused in a row, of any client
 
     def tick(self) -> None:
-        """Begin a new second."""
         self._flooding = {client for client, seen in self._seen.items() if seen > self._allowed(client)}
         self._seen.clear()
 
@@ -256,11 +255,11 @@ class Rates:
         return self._most // _LEFT if client in self._flooding else self._most
 
     def count(self, client: bytes, size: int) -> bool:
-        """Count a message of `size` bytes; returns whether to serve it."""
+        """Count a message of `size` bytes; returns whether its client is within its rate."""
         return self.charge(client, 1 + size // _UNIT_BYTES)
 
     def charge(self, client: bytes, requests: int) -> bool:
-        """Count this many requests for a client; returns whether to serve its message."""
+        """Count this many requests of a client; returns whether it is within its rate."""
         seen = self._seen[client] = self._seen.get(client, 0) + requests
         if seen > self._most or (self._flooding and seen > self._allowed(client)):
             self._flooding.add(client)
@@ -270,7 +269,7 @@ class Rates:
         return True
 
     def only_floods(self) -> bool:
-        """Whether more messages in a row were refused than there are flooding clients: no other client is sending."""
+        """Whether more messages in a row were refused than clients are flooding, so that no other client is sending."""
         if self._run <= len(self._flooding):
             return False
         self._run = 0

@@ -1,4 +1,4 @@
-"""Which chunks have left memory lately, and when. A reader of the index's events; trails.py asks it, for `kvdepot why`.
+"""Remembers the chunks that left memory lately, and when. A reader of the index's events; trails.py asks it.
 
 Invariant: at most twice `_MOST` chunks are remembered.
 """
@@ -12,12 +12,12 @@ from kvdepot.core.index.events import IndexEvent, Reason, Removed
 from kvdepot.protocol.status import Status
 
 _MOST = 1 << 15
-"""Chunks that are remembered: this many of the latest ones, and at most as many before these."""
+"""The number of latest chunks that are remembered; up to as many chunks before these are, too."""
 
 
 class Departures:
     def __init__(self) -> None:
-        self._left: dict[int, int] = {}  # by `_short`: seconds since 1970, times two, and one more if it was evicted
+        self._left: dict[int, int] = {}  # by `_short`: twice the seconds since 1970, plus one if evicted
         self._left_before: dict[int, int] = {}
 
     def read(self, events: Sequence[IndexEvent], wall: int) -> None:
@@ -33,7 +33,7 @@ class Departures:
         """It has no figures."""
 
     def of(self, namespace: Namespace, key: bytes) -> tuple[str, int | None]:
-        """Why a chunk is not in memory (evicted, removed or absent: not known), and when it left."""
+        """Why a chunk is not in memory (absent: not known), and when it left (seconds since 1970)."""
         short = _short(namespace, key)
         left = self._left.get(short, self._left_before.get(short))
         return ("absent", None) if left is None else ("evicted" if left % 2 else "removed", left // 2)

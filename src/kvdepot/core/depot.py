@@ -1,4 +1,4 @@
-"""The deciding part of the server: takes requests and outcomes, returns actions. It only dispatches to other files.
+"""The deciding part of the server: takes requests and outcomes, and returns actions. Other files do the work.
 
 Called with requests by core/connections.py and with outcomes by server/loop.py, on one thread. No sockets, threads,
 clocks or I/O here: anything that takes time is returned as an action. Invariant: every request is answered exactly
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 _WITH_SHARDS = wire.Store, wire.Retrieve, wire.Compare
 _MOST_TOPICS = 256
-"""Topics of KV events; each takes a copy of every message about its models."""
+"""The most topics of KV events; each topic gets a copy of every message about its models."""
 
 
 class Depot:
@@ -67,8 +67,8 @@ class Depot:
         is_tenant: Callable[[str], bool] = lambda tenant: True,
         readers: Sequence[Reader] = (),
     ) -> None:
-        """step_chunks: how many chunks one step of a removal examines. is_tenant: whether a client can have it.
-        readers: others that want to know what happens to chunks."""
+        """step_chunks: the number of chunks that one step of a removal examines. is_tenant: whether a client can have
+        this tenant. readers: get the events of chunks, besides the depot's own readers."""
         self.index = index
         self.counters = Counters()
         self.tiering = Tiering(tiers, index)
@@ -89,10 +89,10 @@ class Depot:
         self.max_clients = config.max_clients  # lowered if there are too few file descriptors
         self._config = config
         self._clients: dict[bytes, Client] = {}
-        self._idle_since = float("inf")  # the first tick without an engine; commands, probes and web pages are none
+        self._idle_since = float("inf")  # first tick without an engine; commands, probes and web pages are none
         self._is_tenant = is_tenant
         self._step_chunks = step_chunks
-        self._is_behind = False  # chunks that have expired, or are above a cap, are still there
+        self._is_behind = False  # there are chunks that have expired or that are above a cap
         self.now = 0.0
         self._clock = WallClock()
         self.wall = 0  # seconds since 1970, as of the last tick
@@ -103,7 +103,7 @@ class Depot:
 
     @property
     def withdrawals(self) -> int:
-        """The number of times that chunks were hidden from those who had found them."""
+        """The number of times that chunks were hidden from requests that had found them."""
         return self.index.namespaces.withdrawals
 
     # -- events
@@ -126,7 +126,6 @@ class Depot:
         client.belongs_to(hello)
 
     def client(self, identity: bytes) -> Client | None:
-        """The live client with this identity, if there is one."""
         return self._clients.get(identity)
 
     def handle(self, identity: bytes, number: bytes, request: wire.Request, now: float = 0.0) -> list[Action]:
@@ -145,7 +144,7 @@ class Depot:
                 is_known = all(not part.model or part.model == client.model for part in request.shards)
             else:
                 is_known = getattr(request, "model", "") in ("", client.model)
-            if not is_known:  # else it is the server's own name already
+            if not is_known:  # otherwise the request has the server's own name of the model
                 request = self._naming.rename(request, client.tenant)
             actions = self._decide(client, number, request)
             if client.is_engine and not client.is_seen:
@@ -161,7 +160,7 @@ class Depot:
         return self._conclude(actions)
 
     def _conclude(self, actions: list[Action]) -> list[Action]:
-        """Take the last steps of whatever has been decided, if it has changed chunks; returns the actions of all steps.
+        """Take the last steps of a decision that has changed chunks; returns the actions of all steps.
 
         1. What was stored is saved in tiers, and room is made for more, which may evict.
         2. Lookups that waited for it go on: they hold what was stored, and may reserve space for what tiers have.
@@ -226,7 +225,7 @@ class Depot:
         return [Reply(client.identity, number, self._value(client, request))]
 
     def _value(self, client: Client, request: wire.Request) -> object:
-        """The answer to a request that needs nothing but its reply."""
+        """The answer to a request whose reply is its only action."""
         match request:
             case wire.Register():
                 self.registrations.register(client, request)
@@ -267,15 +266,15 @@ class Depot:
         return self._conclude(actions)
 
     def next_deadline(self) -> float:
-        """When `expire` must be called next; 0: as soon as all received messages are handled."""
+        """When `expire` must be called next (the depot's clock); 0: as soon as all received messages are handled."""
         if self.removals or self._is_behind:
             return 0.0
         parts = self.tiering.forgettings, self.lookups, self.transfers
         return min(part.next_deadline() for part in parts)
 
     def expire(self, now: float) -> list[Action]:
-        """Continue removals, and requests whose wait for stores or tiers has reached its deadline; free memory to which
-        no dead client writes any more."""
+        """Continue removals, and requests whose wait has reached its deadline; free memory that no dead client can
+        write to any more."""
         self.now = now
         self.transfers.expire(now)
         if self._is_behind:
@@ -286,7 +285,7 @@ class Depot:
         return self._conclude(actions)
 
     def _go_on(self, decisions: list[Decision]) -> list[Action]:
-        """Carry out the tiering's decisions in order: each depends on the state that the one before leaves."""
+        """Carry out the tiering's decisions in order, because each depends on the state after the one before."""
         actions: list[Action] = []
         for decision in decisions:
             match decision:
@@ -299,7 +298,7 @@ class Depot:
         return actions
 
     def tick(self, now: float, wall: float) -> list[Action]:
-        """Called once a second. wall: seconds since 1970."""
+        """Called once a second. now: seconds of the depot's clock. wall: seconds since 1970."""
         if back := self._clock.set_back(now, wall):
             set_back(self.index, back)
         self.now, self.wall = now, int(wall)
@@ -318,7 +317,7 @@ class Depot:
         return self._conclude(actions)
 
     def _drop_excess(self) -> None:
-        """Remove some of the chunks that have expired, and of those of tenants above their caps."""
+        """Remove some of the expired chunks, and some chunks of tenants above their caps."""
         expired = expire(self.index, self.wall, self._step_chunks)
         self.counters["expired_chunks"] += expired
         self._is_behind = trim(self.index, self._step_chunks) or expired == self._step_chunks
@@ -341,7 +340,7 @@ class Depot:
         self.report.note("quota", f"quota of {whose}: {'none' if quota is None else quota.words}")
 
     def stop_waiting(self) -> list[Action]:
-        """Before shutdown: finish removals, and answer all requests that wait for stores or tiers."""
+        """Finish removals before shutdown, and answer all requests that wait."""
         actions = [*self.removals.stop(), *self.lookups.stop()]
         for forgetting in self.tiering.forgettings.end_all():
             actions += self.removals.answer(forgetting)
@@ -366,7 +365,7 @@ class Depot:
         """Count what an engine reports about a request; returns why it cannot be counted."""
         try:
             check_report(request)
-        except BadRequest as exc:  # not raised, or the reply to a lookup that was given up would be lost
+        except BadRequest as exc:  # returned, because raising it would lose the reply to a lookup that was given up
             self.counters["errors"] += 1
             return exc
         self.usages.report(client, request)
@@ -379,9 +378,9 @@ class Depot:
         return None
 
     def topics(self) -> frozenset[tuple[str, Namespace]]:
-        """The topics of KV events of the engines that are registered now, each with the chunks that they can load.
+        """The topics of KV events of the registered engines, each with a namespace whose chunks these engines can load.
 
-        Of a model with several KV cache groups, those are the first unbounded group's: every hit needs them.
+        Of a model with several KV cache groups, it is that of the first unbounded group: every hit needs its chunks.
         """
         found: dict[tuple[str, Namespace], None] = {}
         topics: set[str] = set()
@@ -400,17 +399,15 @@ class Depot:
 
     @property
     def operations(self) -> int:
-        """Number of stores and retrieves in progress."""
         return self.transfers.operations
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is in progress that a server which stops should let end."""
+        """Whether work is in progress that a stopping server should let end."""
         return bool(self.operations or self.tiering.busy) or self.transfers.next_deadline() < float("inf")
 
     @property
     def clients(self) -> Collection[Client]:
-        """All live clients that have passed the handshake."""
         return self._clients.values()
 
     def status(self, tenant: str = "") -> Status:

@@ -1,7 +1,7 @@
-"""Which engines are connected: in log and journal when an engine comes and when it is gone, and in the status.
+"""The connected engines: notes in log and journal when one comes or goes, and fills the status.
 
-An engine has a client per process: its scheduler and its workers. Those that name the same engine in their `Hello` are
-one engine; a client that names none is one by itself. It comes with the first registration or lookup of its first
+An engine has a client per process: its scheduler and its workers. Clients that name the same engine in their `Hello`
+are one engine; a client that names none is an engine by itself. It connects with the first registration or lookup of a
 client, so commands, probes and web pages are no engines. Called by core/depot.py on the deciding thread.
 """
 
@@ -20,24 +20,23 @@ log = logging.getLogger(__name__)
 _SHOWN = 80
 """Most characters of a model's name in log and journal."""
 _LISTED = 64
-"""Most engines in a status (those with the latest requests)."""
+"""The most engines in a status: those with the latest requests."""
 _MODELS = 4
 """Most models listed for one engine."""
 _FAULT = 200
-"""Most characters of why an engine cannot copy, in its entry."""
+"""The most characters of the reason why an engine cannot copy, in its entry."""
 _SHORT = 100
 """Most characters of a model's name in an engine's entry."""
 
 
 class Engines:
     def __init__(self, note: Callable[[str, str], None]) -> None:
-        """note: adds an event to the journal."""
         self._note = note
         self._clients: Counter[tuple[str, str | bytes]] = Counter()  # by engine
-        self._died: set[tuple[str, str | bytes]] = set()  # those of which a client did not close its connection
+        self._died: set[tuple[str, str | bytes]] = set()  # engines with a client that did not close its connection
 
     def joined(self, client: Client) -> None:
-        """A client has sent its first registration or lookup: it belongs to an engine."""
+        """Note a client's first registration or lookup, which shows that it belongs to an engine."""
         client.is_seen = True
         key = _key(client)
         self._clients[key] += 1
@@ -45,7 +44,7 @@ class Engines:
             self._announce(client, f"connected: {client.model[:_SHOWN] or 'a model'}")
 
     def left(self, client: Client, has_left: bool) -> None:
-        """A client is gone, of an engine or not. has_left: it closed its connection."""
+        """Note that a client is gone, of an engine or not. has_left: it closed its connection."""
         if not client.is_seen:
             return
         key = _key(client)
@@ -80,7 +79,7 @@ def fill_engines(status: Status, clients: Collection[Client], tenant: str, now: 
 
 
 def _divided(clients: Iterable[Client]) -> int:
-    """The number of engines whose processes name different models: what one stores, another never finds."""
+    """The number of engines whose processes name different models, so that one never finds what another stores."""
     models: dict[tuple[str, str], set[str]] = {}
     for client in clients:
         if client.engine and client.model:

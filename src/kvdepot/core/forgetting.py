@@ -45,16 +45,16 @@ from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
 from kvdepot.values import plural
 
 STEP_CHUNKS = 256
-"""Chunks that one step examines, in one or two milliseconds."""
+"""The number of chunks that one step examines, which takes one or two milliseconds."""
 _MOST = 16
-"""Forgets, Clears and Counts in progress."""
+"""The most Forgets, Clears and Counts in progress."""
 _MOST_HASHES = 1 << 20
-"""Hashes of all drops in progress; with more, clients can ask for none, and begin no lease that ends with one."""
+"""The most hashes of all drops in progress. Above it, new drops, and new leases that end with a drop, are refused."""
 _WAIT_S = 30.0
-"""The longest time that a drop waits for the saves of one chunk; then it ends there."""
+"""The seconds that a drop waits for the saves of one chunk; after them, the drop ends at this chunk."""
 
 Work: TypeAlias = Generator[bool, None, int]
-"""Yields after each chunk whether it waits for a save; returns the number of chunks removed from memory."""
+"""Yields after each chunk, with whether it must wait for a save; returns the number of chunks removed from memory."""
 
 
 class _Outcome(Enum):
@@ -68,7 +68,7 @@ class _Outcome(Enum):
 
 @dataclass(slots=True, eq=False)
 class _Removal:
-    """A request in progress. client: None for a lease that has ended. hashes: the number that a drop keeps."""
+    """A request in progress. client: None if a lease has ended. hashes: the number of a drop's hashes."""
 
     client: Client | None
     number: bytes
@@ -94,7 +94,7 @@ class Removals:
         report: Report,
         step_chunks: int = STEP_CHUNKS,
     ) -> None:
-        """step_chunks: how many chunks one step examines."""
+        """step_chunks: the number of chunks that one step examines."""
         self.step_chunks = step_chunks
         self._config = config
         self._index = index
@@ -104,14 +104,13 @@ class Removals:
         self._counters = counters
         self._report = report
         self._ready: deque[_Removal] = deque()
-        self._waiting: deque[_Removal] = deque()  # drops, for saves
+        self._waiting: deque[_Removal] = deque()  # drops that wait for saves
         self._forgetting: dict[Forgetting, _Removal] = {}  # until they are answered
         self._hashes = 0  # of all drops
         self._now = 0.0
         self._is_stopping = False
 
     def __bool__(self) -> bool:
-        """Whether `step` has anything to do."""
         return bool(self._ready)
 
     # -- of namespaces
@@ -137,7 +136,7 @@ class Removals:
         return [*actions, *self._tiering.forgettings.begin(forgetting, now), *self.step(now)]
 
     def _disown(self, scope: Scope) -> Work:
-        """Remove the chunks that one writer has stored, also from the tiers, once those have saved them."""
+        """Remove the chunks that one writer has stored from memory, and from the tiers once these have saved them."""
         for chunk in [each for namespace in scope.namespaces for each in namespace.chunks.values()]:
             since = self._now
             while scope.means(chunk) and self._tiering.saves.holds_of(chunk):
@@ -190,7 +189,6 @@ class Removals:
         return self.step(now)
 
     def drop_leased(self, lease: Lease) -> None:
-        """Drop the chunks of a lease that has ended."""
         if lease.hashes:
             work = self._drop(lease.tenant, lease.request, lease.hashes, 0)
             self._begin(_Removal(None, b"", lease.request, work, hashes=len(lease.hashes) // HASH_BYTES))
@@ -238,22 +236,22 @@ class Removals:
         if busy:
             return _Outcome.BEING_SAVED
         salt = tenant_salt(tenant, prompt.salt)
-        stored = {part.namespace: part.salt for part in parts}  # else the tiers have it under the salt that is named
+        stored = {part.namespace: part.salt for part in parts}  # others: the prompt's salt
         self._tiering.erasures.add([Unsaved(group, key, stored.get(group, salt)) for group in groups])
-        for part in sorted(parts, key=lambda part: part.children):  # those of bounded groups first
-            if not part.gone and not index.remove_forgotten(part):  # gone: it was pending removal until the one behind
+        for part in sorted(parts, key=lambda part: part.children):  # parts of bounded groups first
+            if not part.gone and not index.remove_forgotten(part):  # gone: removed with one behind
                 index.remove(part, Reason.DROPPED)
         return _Outcome.REMOVED if parts else _Outcome.ABSENT
 
     # -- progress
 
     def tick(self) -> None:
-        """Called once a second: drops that wait check again whether saves have ended."""
+        """Called once a second, so that waiting drops check again whether their saves have ended."""
         self._ready += self._waiting
         self._waiting.clear()
 
     def step(self, now: float) -> list[Action]:
-        """Examine up to `step_chunks` chunks, and reply to requests that this has finished."""
+        """Examine up to `step_chunks` chunks, and answer the requests that are then finished."""
         self._now = now
         actions: list[Action] = []
         left = self.step_chunks
@@ -271,7 +269,7 @@ class Removals:
         return [*actions, *self._tiering.erasures.dispatch()]
 
     def stop(self) -> list[Action]:
-        """Before shutdown: finish all, but end drops where they are."""
+        """Finish all removals before shutdown, but end drops where they are."""
         self._is_stopping = True
         self.tick()
         actions: list[Action] = []
@@ -298,12 +296,12 @@ class Removals:
         return removal.reply(result)
 
     def answer(self, forgetting: Forgetting) -> list[Action]:
-        """Reply to a Forget: memory and tiers are done, or its time is up."""
+        """Answer a Forget, because memory and tiers are done or its time is up."""
         return self._forgetting.pop(forgetting).reply(_answer(forgetting))
 
 
 def forget(index: Index, scope: Scope) -> Work:
-    """Remove the chunks of a scope that hides; held ones are removed once released."""
+    """Remove the chunks of a scope that hides them; held chunks are removed once they are released."""
     left = [chunk for namespace in scope.namespaces for chunk in namespace.chunks.values()]
     while left:
         chunk = left.pop()  # the newest first: the chunks behind a chunk are newer than it
@@ -315,25 +313,25 @@ def forget(index: Index, scope: Scope) -> Work:
 
 
 def clear(index: Index, scope: Scope) -> Work:
-    """Remove the chunks of a scope, but neither held ones nor those before them."""
+    """Remove the chunks of a scope, except held chunks and those before them in their chains."""
     left = [chunk for namespace in scope.namespaces for chunk in namespace.chunks.values()]
     while left:
         chunk = left.pop()
         if not chunk.gone and not index.remove_forgotten(chunk) and scope.means(chunk) and is_evictable(chunk):
             before = chunk.parent
             while before is not None and before.state is states.PENDING_REMOVAL:
-                before = before.parent  # those in between go with the last chunk behind them
+                before = before.parent  # `remove` also removes the ones in between
             scope.removed += 1
             index.remove(chunk, Reason.DROPPED)
             if before is not None and scope.means(before):
-                left.append(before)  # it may have been kept only because of this chunk
+                left.append(before)  # only this chunk may have kept it
         yield False
     index.namespaces.end_removal(scope)
     return scope.removed
 
 
 def _count(namespaces: list[Namespace], salt: bytes | None) -> Generator[bool, None, wire.ChunkTotal]:
-    """The number of chunks of a salt (None: any) that can be found, and their bytes."""
+    """The number and the bytes of the chunks of a salt (None: any) that lookups can find."""
     chunks = size = 0
     for chunk in [chunk for namespace in namespaces for chunk in namespace.chunks.values()]:
         if not chunk.gone and is_there(chunk) and salt in (None, chunk.salt):

@@ -1,4 +1,4 @@
-"""Histograms of what the deciding thread sees: one bisection per value, so a microsecond at most."""
+"""Histograms of values that the deciding thread sees. Counting a value is one bisection: a microsecond at most."""
 
 from __future__ import annotations
 

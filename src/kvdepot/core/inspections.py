@@ -1,4 +1,4 @@
-"""Answers of `Inspect`: where chunks of one prompt are, made on request.
+"""The answer to `Inspect`: where the chunks of one prompt are.
 
 Called by core/depot.py on the deciding thread. Clients ask for long prompts in pieces, each of which takes less than a
 millisecond unless hundreds of models match. Changes nothing.
@@ -20,8 +20,8 @@ from kvdepot.protocol.status import MOST_NAME
 def inspect(
     request: wire.Inspect, tenant: str, namespaces: Sequence[Namespace], tiers: Sequence[str], wall: int
 ) -> list[ChunkStatus]:
-    """The chunks in these namespaces that a tenant's client (empty: any) asks for. tiers: names of all. wall: seconds
-    since 1970. Raises BadRequest if the request is out of range, or for more than `MOST_CHUNKS`."""
+    """The chunks that a client asks for. tenant: the one it may see; empty: all. tiers: names of all tiers. wall:
+    seconds since 1970. Raises BadRequest if a value is out of range, or for more than `MOST_CHUNKS`."""
     check_names("", request.model)
     check_hashes(request.hashes)
     if len(request.hashes) > MOST_HASHES * HASH_BYTES:

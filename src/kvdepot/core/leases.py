@@ -1,9 +1,8 @@
-"""Leases: which prompts' chunks stay in memory for whom, how long, and within which budget. Decisions only.
+"""Leases keep the chunks of a prompt in memory for a tenant, for a time and within a budget. Decisions only.
 
-Called by core/lookups/ with what a lease's lookup has found, and by core/depot.py, on the deciding thread. A lease
-belongs to a tenant and has a name there. It holds the chunks of the longest prefix of its prompt that memory has; one
-that lacks some is looked up again each second for a minute, and holds what was stored meanwhile.
-Invariants:
+Called by core/lookups/ with the match of a lease's lookup, and by core/depot.py, on the deciding thread. A lease
+belongs to a tenant and has a name there. It holds the chunks of the longest prefix of its prompt that memory has. One
+that lacks chunks is looked up again each second for a minute, and holds chunks stored meanwhile. Invariants:
 
 - the bytes that the leases of one account hold are within its budget (`Accounts.lease_budget`), and what all hold above
   their floors is at most half of what is above all floors. So leases never keep a tenant below its floor;
@@ -38,34 +37,33 @@ from kvdepot.protocol.leases import KINDS, MOST_HASHES, MOST_LEASES, MOST_LISTED
 log = logging.getLogger(__name__)
 
 GROW_S = 60.0
-"""The time for which a lease grows with the chunks that are stored."""
+"""Seconds during which a lease grows with the chunks that are stored."""
 _MOST_TTL_S = 1 << 31
 _MOST_MATCHED = 64
-"""Leases that one tick looks up again; the others follow with the next."""
+"""The number of leases that one tick looks up again; the others follow with the next ticks."""
 _MOST_NAME = 256
-"""Characters of a name in a list."""
+"""The most characters of a name in a list."""
 _NEVER = float("inf")
 
 _Tops: TypeAlias = list[tuple[Chunk, int]]
-"""Chunks that a lease holds, each with the bytes of its chain, which it protects."""
+"""Chunks that a lease holds, each with the bytes of the chain that this hold protects."""
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One lease. request: the request, without its hashes."""
+    """One lease. request: its request, without the hashes."""
 
     tenant: str
     request: wire.TakeLease
     ends: float
     number: int
     hashes: bytes = b""
-    """The hashes of its prompt: kept while it grows, and to its end if its chunks are to be dropped."""
+    """The hashes of its prompt, kept while it grows, or until its end if its chunks will be dropped."""
     salt: bytes = b""
     """The salt that its chunks are stored under; before it holds any, the salt in the request."""
     chunks: int = 0
     tops: _Tops = field(default_factory=list)
-    held: int = 0
-    """Bytes that it holds."""
+    held: int = 0  # bytes
     grows_until: float = _NEVER
 
     @property
@@ -79,11 +77,12 @@ class Lease:
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """The order in which leases end where room is short: those with an end, of the lowest priority, the oldest."""
+        """The order in which leases end if room is short: those with an end first, then low priorities, then the
+        oldest."""
         return self.ends == _NEVER, self.request.priority, self.number
 
     def keys(self) -> bytes:
-        """The hashes of its prompt; once they are not kept, of the chunks that it holds."""
+        """The hashes of its prompt; if they are not kept any more, the keys of the chunks that it holds."""
         if self.hashes:
             return self.hashes
         spaces = [top.namespace for top, _ in self.tops]
@@ -95,14 +94,14 @@ class Lease:
 class Leases:
     def __init__(self, index: Index, counters: Counters) -> None:
         self.now = 0.0
-        self.bytes = 0  # held by all
+        self.bytes = 0  # bytes that all leases hold
         self._ticked = 0.0
         self._index = index
         self._counters = counters
         self._by_tenant: dict[str, dict[str, Lease]] = {}  # then by name, the oldest first
         self._count = 0
         self._leased: Counter[Account] = Counter()  # bytes
-        self._growing: dict[Lease, None] = {}  # the one that was looked up longest ago first
+        self._growing: dict[Lease, None] = {}  # in the order of the last lookup, the oldest first
         self._hashes = 0  # kept
         self._numbers = itertools.count()
 
@@ -140,7 +139,7 @@ class Leases:
         raise Busy(why)
 
     def begin(self, lease: Lease, pins: list[Pin], matched: int) -> int:
-        """Hold what was matched in place of what a lease of the same name holds; returns the number of chunks.
+        """Hold the matched chunks, and end the tenant's lease of the same name; returns the number of chunks.
 
         Raises Busy, counted, if it does not fit, BadRequest if the chunks have several salts, and then changes nothing.
         """
@@ -178,12 +177,12 @@ class Leases:
         return matched
 
     def _hold(self, lease: Lease, tops: _Tops, matched: int) -> None:
-        """Hold these instead of what it holds."""
+        """Let a lease hold these chunks instead of those that it holds. matched: chunks in the prefix."""
         before, chunks = [chunk for chunk, _ in lease.tops], [chunk for chunk, _ in tops]
         self._index.hold(chunks)
         if not before:
             self._index.use(chunks)
-        _count(tops, lease.tops)  # first, because a release may remove chunks and what they are chained to
+        _count(tops, lease.tops)  # before the release, which may remove chunks and the chunks before them
         self._index.release(before)
         size = _size(tops) - lease.held
         lease.tops, lease.chunks = tops, matched
@@ -194,11 +193,10 @@ class Leases:
     # -- the budget
 
     def _account(self, lease: Lease) -> Account:
-        """The account whose leases' budget it uses: that of the chunks that it holds, whatever salt a client says."""
+        """The account whose budget a lease uses: the account of its chunks, whatever salt its client names."""
         return self._index.accounts.of(lease.tenant, lease.salt)
 
     def _fits(self, account: Account, size: int) -> bool:
-        """Whether the leases of an account may hold `size` bytes more."""
         accounts = self._index.accounts
         own = self._leased[account] + size
         if own <= account.floor:
@@ -208,8 +206,8 @@ class Leases:
         return own <= accounts.lease_budget(account) and above <= accounts.above_floors // 2
 
     def _make_room(self, lease: Lease, size: int, old: Lease | None = None) -> bool:
-        """End leases of the tenant and account of this one until `size` bytes more fit, counting what `old` gives up;
-        if ending all of them is not enough, end none."""
+        """End leases of the same tenant and account until `size` bytes more fit; returns whether they fit. old: the
+        lease that will be replaced, whose bytes count as free. If ending all is not enough, none ends."""
         account = self._account(lease)
         free = old.held if old is not None and self._account(old) is account else 0
         if not size or self._fits(account, size - free):
@@ -221,7 +219,7 @@ class Leases:
             if each is not old and each is not lease and self._account(each) is account
         ]
         if not self._fits(account, size - free - sum(each.held for each in yielding)):
-            return False  # without sorting thousands of leases, as those that grow come here often
+            return False  # before sorting thousands of leases, because growing leases come here often
         for each in sorted(yielding, key=lambda each: each.rank):
             if self._fits(account, size - free):
                 break
@@ -229,7 +227,7 @@ class Leases:
         return True
 
     def quota_changed(self, now: float) -> None:
-        """A tenant's account or budget has changed: end leases that no longer fit, those without an end last."""
+        """End leases that no longer fit after a quota has changed, those without an end last."""
         self.now = now
         self._leased = Counter()
         for lease in self._all():
@@ -243,7 +241,8 @@ class Leases:
     # -- growth
 
     def _grow(self, lease: Lease) -> None:
-        """Hold what memory has of its prompt by now, and stop growing with the last chunk, without room or in time."""
+        """Hold the chunks that memory now has of its prompt. Growing ends with the last chunk, without room or in
+        time."""
         found = match_prompt(self._index.namespaces, lease.tenant, lease.request, lease.hashes)
         if found.chunks > lease.chunks:
             tops = _weigh(found.pins, lease.tops)
@@ -272,7 +271,7 @@ class Leases:
     # -- end
 
     def end(self, tenant: str, name: str, now: float) -> Lease | None:
-        """End a lease on request; returns it with the hashes of its prompt, or None if there is none."""
+        """End a lease on request; returns it with the hashes of its prompt, or None if the tenant has no such lease."""
         self.now = now
         lease = self._find(tenant, name)
         if lease is not None:
@@ -293,14 +292,14 @@ class Leases:
         self._hold(lease, [], 0)
 
     def tick(self, now: float) -> list[Lease]:
-        """Called once a second: ends leases whose time is over, and lets others grow; returns those to be dropped."""
+        """Called once a second: ends leases whose time is over, and lets others grow; returns the leases to drop."""
         self._counters["lease_byte_seconds"] += round(self.bytes * (now - self._ticked))
         self.now = self._ticked = now
-        over = [lease for lease in self._all() if lease.ends <= now]  # a millisecond for the most that there can be
+        over = [lease for lease in self._all() if lease.ends <= now]  # takes a millisecond with `MOST_LEASES`
         for lease in over:
             self._end(lease, "expired")
         for lease in list(itertools.islice(self._growing, _MOST_MATCHED)):
-            if lease in self._growing:  # the growth of one before it may have ended it
+            if lease in self._growing:  # the growth of an earlier lease may have ended this one
                 self._grow(lease)
         return [lease for lease in over if lease.drops]
 
@@ -316,7 +315,6 @@ class Leases:
         return self._by_tenant.get(tenant, {}).get(name)
 
     def _all(self, tenant: str = "") -> Iterable[Lease]:
-        """All leases, or a tenant's."""
         if tenant:
             return self._by_tenant.get(tenant, {}).values()
         return itertools.chain.from_iterable(each.values() for each in self._by_tenant.values())
@@ -324,9 +322,9 @@ class Leases:
     # -- what people see
 
     def count_found(self, namespace: Namespace, hashes: bytes, matched: int, chunk_tokens: int) -> None:
-        """Count how much of a prefix that an engine's lookup has found is leased. namespace: the model's first group.
+        """Count the leased tokens of the prefix that an engine's lookup has found. namespace: the model's first group.
 
-        The leased chunks of a chain are its first ones, so the last of them is found by bisection.
+        Leased chunks are the first ones of a chain, so bisection finds the last leased chunk.
         """
         lead = namespace.trunk
         if lead is None:
@@ -339,14 +337,14 @@ class Leases:
         self._counters["leased_hit_tokens"] += bisect_left(range(matched), True, key=is_free) * chunk_tokens
 
     def totals(self, tenant: str) -> tuple[int, int]:
-        """The number of leases and the bytes that they hold, of one tenant, or of all if it is empty."""
+        """The number of leases of a tenant (empty: of all tenants), and the bytes that they hold."""
         if not tenant:
             return self._count, self.bytes
         own = self._by_tenant.get(tenant, {}).values()
         return len(own), sum(each.held for each in own)
 
     def listed(self, tenant: str, now: float) -> list[LeaseStatus]:
-        """The leases that a tenant may see, those that hold most first; empty: all."""
+        """The leases that a tenant may see (empty: all leases), those that hold the most bytes first."""
         self.now = now
         return [
             LeaseStatus(
@@ -364,12 +362,12 @@ class Leases:
 
 
 def _count(tops: _Tops, before: _Tops) -> None:
-    """Count a lease on the chunks that `tops` keep instead of those that `before` kept; walks only what differs."""
+    """Count a lease on the chunks that `tops` keep instead of those of `before`; visits only chunks that differ."""
     old = {id(top): top for top, _ in before}
     for top, _ in tops:
         for chunk in _chain(top):
             if old.pop(id(chunk), None) is not None:
-                break  # it and those before it are counted
+                break  # this chunk and those before it are counted already
             chunk.leases += 1
     for chunk in itertools.chain.from_iterable(map(_chain, old.values())):
         chunk.leases -= 1
@@ -380,14 +378,14 @@ def _size(tops: _Tops) -> int:
 
 
 def _salt_of(tops: _Tops) -> bytes | None:
-    """The salt that all of them are stored under. None: several, in KV cache groups whose chunks were stored by
-    requests that say different ones."""
+    """The salt that all these chunks are stored under. None: they have several, because requests with different salts
+    have stored the chunks of different KV cache groups."""
     salt = tops[0][0].salt
     return salt if all(top.salt == salt for top, _ in tops) else None
 
 
 def _weigh(pins: list[Pin], known: _Tops) -> _Tops:
-    """The chunks of pins, each with the bytes that holding it protects; known: some that were weighed before."""
+    """The chunks of pins, each with the bytes that holding it protects. known: results of an earlier call."""
     weights = {id(chunk): size for chunk, size in known}
     tops: _Tops = []
     for top in (chunk for pin in pins for chunk in pin.chunks):
@@ -402,7 +400,7 @@ def _weigh(pins: list[Pin], known: _Tops) -> _Tops:
 
 
 def _chain(top: Chunk) -> Iterator[Chunk]:
-    """A chunk and those before it in its chain, backwards."""
+    """A chunk and the chunks before it in its chain, from the last to the first."""
     chunk: Chunk | None = top
     while chunk is not None:
         yield chunk

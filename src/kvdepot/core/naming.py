@@ -1,6 +1,6 @@
-"""One name for each model, where engines give several: the first one that an engine has used.
+"""Gives each model one name if engines use several: the name that an engine has used first.
 
-Called by core/depot.py before a request is decided that names another model than its client did last, so that no other
+Called by core/depot.py before it decides a request whose model's name is not the client's last one, so that no other
 part sees a second name.
 """
 
@@ -15,20 +15,20 @@ from kvdepot.protocol import wire
 from kvdepot.protocol.model_names import key_of_model
 
 _MOST = 1 << 12
-"""Most names of a tenant that are kept; engines that give further models a second name share no KV of them."""
+"""The most names of a tenant that are kept. Engines that name further models differently share no KV of them."""
 
 
 class Naming:
     """The names of the models of one depot, by tenant: no tenant sees another's names."""
 
     def __init__(self, namespaces: Callable[[], Iterable[Namespace]]) -> None:
-        """namespaces: returns the existing namespaces, which a restart may have recovered."""
+        """namespaces: returns all namespaces, also those that a restart has recovered."""
         self._namespaces = namespaces
-        self._names: dict[str, dict[str, str]] = {}  # by tenant, and by the name that was given
+        self._names: dict[str, dict[str, str]] = {}  # by tenant, and by the name in a request
 
     def rename(self, request: wire.Request, tenant: str) -> wire.Request:
         """The same request with the server's name of each model."""
-        keeps = isinstance(request, wire.Register | wire.Lookup)  # a question is no engine's name for its model
+        keeps = isinstance(request, wire.Register | wire.Lookup)  # other requests may come from people, not engines
         match request:
             case wire.Store(shards=shards) | wire.Retrieve(shards=shards) | wire.Compare(shards=shards):
                 names = [self._name(tenant, each.model, keeps) for each in shards]

@@ -1,4 +1,4 @@
-"""Pins: what requests hold between the answer to their lookup and their end.
+"""Pins: the chunks that requests hold between the answer to their lookup and their end.
 
 Used by core/lookups/lookups.py, core/transfers.py and core/depot.py on the deciding thread. Invariant: a pin belongs to
 one request of one client (its session), and is released exactly once: after its retrieves, at the end of its session,
@@ -19,7 +19,7 @@ from kvdepot.protocol.counters import Counters
 
 
 class Pins:
-    """All pins of one depot. budget: of the bytes that requests pin before their engines begin them."""
+    """All pins of one depot. budget: limits the bytes that requests pin before their engines begin them."""
 
     def __init__(self, config: Config, index: Index, counters: Counters, usages: Usages) -> None:
         self.budget = PinBudget(index.allocator.capacity)
@@ -30,10 +30,11 @@ class Pins:
         self._by_request: dict[tuple[str, str, str], list[Session]] = {}  # by tenant, request, model
 
     def pin(self, client: Client, request: wire.Lookup, match: Match, share: PinShare | None) -> Session | None:
-        """Hold what was found in place of what the request holds; returns its session, None if nothing was found.
+        """Hold the chunks of a match in place of those that the request holds; returns its session, None without a
+        match.
 
-        share: the lookup's, which becomes the session's, or ends. Raises Busy if max_pins would be exceeded; then it
-        changes nothing, and the share stays the lookup's.
+        share: the lookup's share of the budget; the session takes it over, or it ends. Raises Busy if max_pins would be
+        exceeded, and then changes nothing.
         """
         old = client.sessions.get(request.request)
         chunks = [chunk for pin in match.pins for chunk in pin.chunks]
@@ -66,18 +67,18 @@ class Pins:
         return session
 
     def retrieving(self, tenant: str, request: str, model: str) -> None:
-        """A request is being retrieved, so it does not wait any more."""
+        """Note that a request's first retrieve has begun, so that it waits no more."""
         for session in self._by_request.get((tenant, request, model), ()):
             self.count_no_more(session)
 
     def count_no_more(self, session: Session) -> None:
-        """Its request does not wait any more, so its bytes are out of the budget."""
+        """Take a session's bytes out of the budget, because its request waits no more."""
         share, session.share = session.share, None
         self.budget.end(share)
 
     def count_retrieved(self, tenant: str, request: str, model: str, keys: int, done: int) -> None:
-        """Count `done` loaded keys of a request, and `keys` keys that it needs no more; the last of these ends its
-        pins."""
+        """Count `done` loaded keys of a request, and `keys` keys that it needs no more; after the last one, its pins
+        end."""
         for session in list(self._by_request.get((tenant, request, model), ())):
             session.remaining -= keys
             session.retrieved += done
@@ -85,13 +86,12 @@ class Pins:
                 self.end(session.client, request)
 
     def end(self, client: Client, request: str) -> None:
-        """Release a request's pins; does nothing if it has none."""
         session = client.sessions.pop(request, None)
         if session is None:
             return
         client.pins -= session.parts
         self.count_no_more(session)
-        # Only retrieves that name their request count here.
+        # Retrieves that do not name their request are not counted.
         retrieved = min(session.retrieved // session.readers, session.parts)
         if retrieved and not session.reports:
             tokens = session.tokens * retrieved // session.parts
@@ -103,6 +103,5 @@ class Pins:
         self._index.release(session.chunks)
 
     def leave(self, client: Client) -> None:
-        """Release all pins of a client that is gone."""
         for request in list(client.sessions):
             self.end(client, request)

@@ -1,7 +1,7 @@
 """Workers' registrations of their KV tensors: formats, models and KV cache groups. Decisions only.
 
-Called by core/depot.py and core/transfers.py on the deciding thread. Invariant: a namespace counts the registrations
-that use it, each once.
+Called by core/depot.py and core/transfers.py on the deciding thread. Invariant: `Namespace.live` is the number of
+registrations that use the namespace.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Registrations:
         self._counters = counters
 
     def namespace(self, instance: Instance, model: str, world_size: int, rank: int, blocks_in_chunk: int) -> Namespace:
-        """The namespace of an instance's chunks of this shape. Raises Busy, or BadRequest for other groups."""
+        """The namespace of an instance's chunks of this shape. Raises Busy, or BadRequest for another KV cache
+        group."""
         known = instance.namespaces.get((model, world_size, rank, blocks_in_chunk))
         if known is not None:
             return known
@@ -50,7 +51,7 @@ class Registrations:
         return known
 
     def register(self, client: Client, request: wire.Register) -> None:
-        """Add a registration, which replaces an earlier one of its number.
+        """Add a registration in place of an earlier one with its number.
 
         Raises LayoutError, BadRequest or Busy, and then changes nothing.
         """
@@ -78,7 +79,7 @@ class Registrations:
         client.model, client.is_engine = request.model or client.model, True
 
     def _check_ranks(self, instance: Instance, request: wire.Register) -> None:
-        """Raise BadRequest if an engine of this model has other KV cache groups: no prefix would ever be complete."""
+        """Raise BadRequest if another rank of a model has other KV cache groups: no prefix would be complete."""
         if not request.model or request.world_size == 1:
             return
         mine = [each.reach for each in request.groups] or [0]
@@ -92,7 +93,7 @@ class Registrations:
                 )
 
     def unregister(self, client: Client, number: int) -> None:
-        """Remove a registration, if there is one. Operations that have begun go on."""
+        """Remove a registration, if there is one. Operations in progress go on."""
         instance = client.instances.pop(number, None)
         for namespace in instance.namespaces.values() if instance is not None else ():
             namespace.live -= 1

@@ -1,7 +1,7 @@
-"""The journal of events, the latencies, and the parts of a status that are made of several others' values.
+"""The journal of events, the latencies, and the parts of a status that combine values of several files.
 
-Called by core/depot.py on the deciding thread, which puts a status together of what its parts hand over. Decides
-nothing. Invariant: a status takes a time that does not grow with the number of chunks.
+Called on the deciding thread by core/depot.py, which puts the parts of a status together. Decides nothing. Invariant: a
+status takes a time that does not grow with the number of chunks.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 SHOWN = 80
 """Most characters of a model's name in the journal."""
 _NAMESPACES = 100
-"""Most namespaces in a status (the largest ones), so that it stays small; the others are summed in one entry."""
+"""The most namespaces in a status, so that it stays small: the largest. The others are summed in one entry."""
 _MOST_EVENTS = 100
 _MOST_TEXT = 200
 """Most characters of an event."""
 _QUIET_S = 60.0
-"""Minimum time between two journal entries for the same counter."""
+"""Seconds between two journal entries for the same counter, at least."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class ServerFacts:
 
 
 class Report:
-    """The journal and the latencies of one depot, and what its server says of itself."""
+    """The journal and the latencies of one depot, and the facts of its server."""
 
     def __init__(self, server: ServerFacts) -> None:
         self.events: deque[Event] = deque(maxlen=_MOST_EVENTS)  # the journal, oldest first
@@ -66,19 +66,18 @@ class Report:
         self.server = server
         self.wall = 0  # seconds since 1970, as of the last tick
         self._began: float | None = None  # time of the first tick
-        self._counted = Counters()  # values at their last journal entries
+        self._counted = Counters()  # the values of counters at their last journal entries
         self._quiet_until: dict[str, float] = {}  # by counter: no further journal entry before this time
-        self._tiers: dict[str, str] = {}  # by tier: its state in the journal
+        self._tiers: dict[str, str] = {}  # by tier: the state that the journal has
         self._corrupt = 0  # corrupt chunks when last logged
 
     def note(self, kind: str, text: str) -> None:
-        """Add an event to the journal, in place of the oldest if there are too many."""
         self.events.append(Event(self.wall, kind, text[:_MOST_TEXT]))
 
     def reach(self, obstacle: str, where: str = "") -> None:
         """Called once a second. obstacle: why no new client can find this server; empty: clients can.
 
-        where: logged only, because anyone may see the status.
+        where: the paths concerned; only logged, because anyone may see the status.
         """
         if obstacle and not self.server.unreachable:
             log.error("%s (%s): no new engine can connect; restart the server", obstacle, where)
@@ -105,7 +104,7 @@ class Report:
                 self.note("tier", f"{tier.name}: {tier.state}" + (f": {tier.error}" if tier.state != "up" else ""))
 
     def fill(self, status: Status, tenant: str, now: float) -> None:
-        """Fill in what a tenant's client may see of the server; empty: all."""
+        """Fill in the facts of the server that a tenant's client may see; empty: all facts."""
         server = self.server
         for name in ("pid", "host", "http", "http_failure", "unreachable"):
             setattr(status, name, getattr(server, name))
@@ -118,15 +117,15 @@ class Report:
 
 
 def fill_namespaces(status: Status, namespaces: Sequence[Namespace]) -> None:
-    """Fill in one entry per model, the largest ones, and the sum of the others. namespaces: their first KV cache
-    groups. The largest namespace of a model shows the tokens that `model_usage` has of it."""
+    """Fill in the entries of the largest namespaces, and the sum of the others. namespaces: the first KV cache group of
+    each. The largest namespace of a model shows the model's tokens in `model_usage`."""
     usages = {(each.tenant, each.model): each for each in status.model_usage}
     largest = sorted(namespaces, key=lambda first: -sum(group.bytes for group in first.groups))
     entries = [_entry(each, usages.pop((each.tenant, each.model[:MOST_NAME]), Usage(""))) for each in largest]
     status.namespaces, rest = entries[:_NAMESPACES], entries[_NAMESPACES:]
     status.namespace_count = len(entries)
     status.cached_tokens = sum(each.chunks * each.chunk_tokens for each in entries)
-    for each in usages.values():  # of models without a namespace
+    for each in usages.values():  # these models have no namespace
         tokens = each.asked_tokens, each.found_tokens, each.reused_tokens
         rest.append(NamespaceStatus("", "", 0, 0, 0, 0, 0, 0, 0, 0, [], *tokens))
     if rest:
@@ -157,9 +156,9 @@ def _entry(first: Namespace, usage: Usage) -> NamespaceStatus:
 def tenant_figures(
     accounts: Sequence[Account], tenant: str, disk_bytes: Callable[[Account], int | None]
 ) -> list[TenantStatus]:
-    """The accounts that a tenant may see: its own, and those of its salts; empty: all, if there are several.
+    """The figures of a tenant's account and of those of its salts; tenant empty: of all accounts, if there are several.
 
-    accounts: the rest, then the others. disk_bytes: what an account has in local tiers.
+    accounts: the rest first. disk_bytes: the bytes that an account has in local tiers.
     """
     return [
         TenantStatus(

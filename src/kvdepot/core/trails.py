@@ -1,7 +1,7 @@
-"""The trails of the last requests, for `kvdepot why`.
+"""The trails of the last requests, for `kvdepot why`: how each was decided, and why its lookup ended where it did.
 
 core/lookups/, core/transfers.py and core/depot.py record what they have decided, on the deciding thread. Decides
-nothing. Invariant: requests, and the entries of each, are bounded.
+nothing. Invariant: the numbers of requests and of their entries are bounded.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from kvdepot.protocol.trails import MOST_TRAILS, Trail, TrailLookup
 from kvdepot.values import plural
 
 _MOST_ENTRIES = 8
-"""Lookups, errors and other models of a trail, and ids in an error message."""
+"""The most lookups, errors and other models of a trail, and the most ids in an error message."""
 _MOST_ERROR = 200
 
 
 class Trails:
-    """The trails of one depot. tier_names: nearest first."""
+    """The trails of one depot. tier_names: the names of the tiers, the nearest first."""
 
     def __init__(self, namespaces: Namespaces, tier_names: Sequence[str], departures: Departures) -> None:
         self.wall = 0  # seconds since 1970, set once a second
@@ -51,11 +51,10 @@ class Trails:
         return self._trails.setdefault(key, Trail(*key))
 
     def looked_up(self, search: Search, match: Match, chunk_tokens: int) -> None:
-        """Record the answer to an engine's lookup."""
         client, lookup, tiers, names = search.client, search.request, search.tiers, self._tier_names
         end, key, gone_s = self._end(match, search)
         tops = match.pins[0].chunks if match.pins and match.namespaces[0].is_simple else []
-        last = tops[0] if tops and tops[0].position else None  # the last chained one
+        last = tops[0] if tops and tops[0].position else None  # the last chained chunk
         lookups = self._of(client, lookup.request).lookups
         lookups.append(
             TrailLookup(
@@ -70,7 +69,7 @@ class Trails:
             del lookups[0]
 
     def _end(self, match: Match, search: Search) -> tuple[str, bytes, int | None]:
-        """Why a match ended, and the key of the first chunk that is not in it, with the seconds since that one left."""
+        """Why a match ended, the key of the first chunk behind it, and the seconds since this chunk left memory."""
         lookup = search.request
         key = lookup.hashes[match.chunks * HASH_BYTES : (match.chunks + 1) * HASH_BYTES]
         if not match.namespaces:
@@ -89,11 +88,10 @@ class Trails:
         return "boundary", key, None
 
     def copied(self, client: Client, request: str, **shards: int) -> None:
-        """Add what became of shards that a request was to load or to store."""
+        """Add numbers of a request's shards, by what became of them."""
         _add(self._of(client, request).shards, shards)
 
     def ended(self, client: Client, request: wire.EndSession) -> None:
-        """Add what an engine reports about a request."""
         asked, trail = request.asked, self._trails.get((client.tenant, request.request))
         if trail is not None:
             found = {"needed": asked.tokens, "in its own cache": asked.own, "found here": asked.found}
@@ -112,8 +110,8 @@ class Trails:
                 del errors[:-_MOST_ENTRIES]
 
     def find(self, tenant: str, request: str) -> Trail:
-        """The trail that a tenant may see (empty: all) of the request with this id, or the only one that begins so;
-        empty: of the last one whose lookup found nothing. Raises UnknownRequest or BadRequest."""
+        """The trail of a request. request: its id or a unique prefix of it; empty: the last request whose lookup found
+        nothing. tenant: whose requests are searched; empty: all. Raises UnknownRequest or BadRequest."""
         seen = [each for (owner, _), each in self._trails.items() if tenant in ("", owner)]
         found = [each for each in seen if each.request == request][-1:]
         found = found or [each for each in seen if each.request.startswith(request)]
@@ -128,7 +126,8 @@ class Trails:
         return msgspec.structs.replace(found[0], others=self._others(found[0]) if found[0].lookups else [])
 
     def _others(self, trail: Trail) -> list[str]:
-        """The tenant's models with chunks that have the last lookup's name, or only another identity."""
+        """The tenant's models with chunks that have the last lookup's name, but another identity, ranks or chunk
+        size."""
         asked, others = trail.lookups[-1], list[str]()
         own = key_of_model(asked.model)
         for first in self._namespaces.all():
@@ -145,7 +144,7 @@ class Trails:
 
 @dataclass(frozen=True, slots=True)
 class Recorders:
-    """The parts that only record what is decided."""
+    """The parts of the depot that only record what others decide."""
 
     counters: Counters
     usages: Usages

@@ -30,16 +30,16 @@ from kvdepot.protocol.keys import HASH_BYTES, tenant_salt
 log = logging.getLogger(__name__)
 
 LINGER_S = 2.0
-"""The time for which nobody gets the memory that a client that died was storing to: a device may yet write there."""
+"""Seconds for which nobody gets the memory that a dead client was storing to: a device may still write there."""
 _QUEUED_CHUNKS = 1 << 18
-"""While a client has this many chunks in flight, its operations are refused."""
+"""The chunks in flight of one client at which its further operations are refused."""
 _REFUSED = {
     Refusal.NO_ROOM: "dropped_chunks",
     Refusal.OVER_CAP: "capped_chunks",
     Refusal.WANTED: "yielded_chunks",
     Refusal.OTHER_SIZE: "mismatched_chunks",
 }
-"""The counters of chunks that were not stored."""
+"""The counter of chunks that were not stored, by the reason."""
 
 
 class Transfers:
@@ -51,18 +51,18 @@ class Transfers:
         self.operations = 0  # in progress
         self.stored_bytes = self.retrieved_bytes = 0
         self._config = config
-        self._owner = config.arena, boot  # as in wire.Placement
+        self._owner = config.arena, boot  # the server's part of a wire.Placement
         self._summed_below = summed_below(config.verify)
         self._index = index
         self._registrations = registrations
         self._pins = pins
-        self._lingering: deque[tuple[float, list[Shard]]] = deque()  # until when, and what dead clients were storing
+        self._lingering: deque[tuple[float, list[Shard]]] = deque()  # end of the wait, and shards of dead clients
         self._counters, self._trails = recorders.counters, recorders.trails
         self._verification = recorders.verification
 
     def store(self, client: Client, number: bytes, request: wire.Store, wall: int) -> list[Action]:
-        """Reserve the missing chunks, and have their memory allocated; then reply where they belong. wall: seconds
-        since 1970.
+        """Reserve the missing chunks and have their memory allocated; the reply then says where the client must write.
+        wall: seconds since 1970.
 
         Raises BadRequest, UnknownInstance or Busy, and then changes nothing.
         """
@@ -101,10 +101,10 @@ class Transfers:
         return [Prepare(operation, [chunk.shards[rank].extents for chunk, rank in operation.chunks])]
 
     def prepared(self, operation: CopyOperation, outcome: Prepared, wall: int) -> list[Action]:
-        """Place a store whose memory is allocated; without memory, nothing is stored. wall: seconds since 1970."""
+        """Answer a store whose memory is allocated; without memory, nothing is stored. wall: seconds since 1970."""
         client, number = operation.client, operation.number
         if client.operations.get(_id(number)) is not operation:
-            return []  # it has ended with its client
+            return []  # the operation has ended with its client
         if outcome.is_allocated:
             return self._place(operation)
         return [Reply(client.identity, number, self._end_store(operation, (), wall))]
@@ -138,8 +138,8 @@ class Transfers:
         return [Reply(client.identity, number, self._end_retrieve(operation, request, ()))]
 
     def compare(self, client: Client, number: bytes, request: wire.Compare) -> list[Action]:
-        """Hold the chunks that are present, and reply where they are. An engine that earns trust is not compared with
-        itself.
+        """Hold the chunks that are present, and reply where they are. Unless it compares a sample, an engine does not
+        get the chunks that it has stored itself.
 
         Raises BadRequest, UnknownInstance or Busy, and then changes nothing.
         """
@@ -168,13 +168,13 @@ class Transfers:
         return self._place(operation)
 
     def _begin(self, client: Client, number: bytes, request: wire.Copying) -> CopyOperation | None:
-        """A new operation, which has nothing yet; None if the client repeats one that is in progress."""
+        """A new operation without chunks; None if the client repeats a request whose operation is in progress."""
         if _id(number) in client.operations:
             return None
         instance = client.instances.get(request.instance)
         if instance is None:
             raise UnknownInstance(f"no KV tensors are registered under instance {request.instance}")
-        if instance.fault:  # not UnknownInstance, after which its client would register and ask again
+        if instance.fault:  # UnknownInstance would make the client register and ask again
             raise BadRequest(f"instance {request.instance} has registered that it cannot copy: {instance.fault}")
         if len(client.operations) >= self._config.max_queued or client.queued_chunks >= _QUEUED_CHUNKS:
             self._counters["operations_refused"] += 1
@@ -196,7 +196,7 @@ class Transfers:
         self.operations += 1
 
     def _place(self, operation: CopyOperation) -> list[Action]:
-        """Tell a client where the bytes are, or belong."""
+        """Tell a client where the bytes are (retrieve) or belong (store)."""
         places = [
             wire.Place(chunk.shards[rank].extents, is_summed)
             for (chunk, rank), is_summed in zip(operation.chunks, operation.summed, strict=True)
@@ -206,7 +206,7 @@ class Transfers:
         return self._answer_again(operation.client, operation.number)
 
     def _answer_again(self, client: Client, number: bytes) -> list[Action]:
-        """Answer a client whose connection broke, if it has the answer: it must learn where its chunks belong."""
+        """Send the placement, also again to a client whose connection broke; without one, there is no answer yet."""
         placement = client.operations[_id(number)].placement
         return [Reply(client.identity, number, placement)] if placement is not None else []
 
@@ -231,8 +231,8 @@ class Transfers:
         return [Reply(client.identity, number, self._end(operation, request, wall))]
 
     def leave(self, client: Client, has_left: bool, now: float, wall: int) -> None:
-        """End the operations of a client that is gone. Of one that died, a device may yet write to what it was storing.
-        has_left: it closed its connection, after which it copies no more. wall: seconds since 1970."""
+        """End the operations of a client that is gone. has_left: the client closed its connection and copies no more;
+        otherwise a device may still write to the shards it was storing. wall: seconds since 1970."""
         lent: list[Shard] = []
         for operation in list(client.operations.values()):
             if isinstance(operation.request, wire.Store) and operation.placement is not None and not has_left:
@@ -244,17 +244,18 @@ class Transfers:
             self._lingering.append((now + LINGER_S, lent))
 
     def next_deadline(self) -> float:
-        """When `expire` must be called next."""
+        """The time of the next `expire`, in seconds of the depot's clock."""
         return self._lingering[0][0] if self._lingering else float("inf")
 
     def expire(self, now: float) -> None:
-        """Free the memory that dead clients were storing to."""
+        """Free the memory that dead clients were storing to, once `LINGER_S` is over."""
         while self._lingering and self._lingering[0][0] <= now:
             for shard in self._lingering.popleft()[1]:
                 self._index.give_back(shard)
 
     def _end(self, operation: CopyOperation, completed: wire.Complete | None, wall: int) -> object:
-        """The answer. completed: what the client says of all places; None if it has not copied."""
+        """End an operation; returns its answer. completed: the client's report of all places; None: it has not
+        copied."""
         sums: Sequence[int] = completed.sums if completed is not None else ()
         match operation.request:
             case wire.Store():
@@ -272,11 +273,11 @@ class Transfers:
         self.operations -= 1
 
     def _end_store(self, operation: CopyOperation, sums: Sequence[int], wall: int) -> bool:
-        """Seal what has arrived."""
+        """Seal the shards with a checksum in `sums`; returns the answer."""
         return self._settle_store(operation, self._index.finish(operation.chunks, dict(enumerate(sums)), wall))
 
     def _settle_store(self, operation: CopyOperation, sealed: Sequence[tuple[Chunk, int]]) -> bool:
-        """Count a store, whose other chunks the index has let go. The answer."""
+        """Count a store that the index has ended; returns the answer. sealed: its stored chunks, with their ranks."""
         self._remove(operation)
         self._counters["stored_chunks"] += len(sealed)
         self._counters["failed_chunks"] += len(operation.chunks) - len(sealed)
@@ -321,8 +322,8 @@ class Transfers:
         return value
 
     def _is_as_stored(self, chunk: Chunk, rank: int, got: int) -> bool:
-        """Whether a shard may be used; marks it corrupt if it has another checksum than it was stored with. got: its
-        bytes' checksum; 0: they were not summed."""
+        """Whether a client may use a shard that it has copied; marks the shard corrupt if its checksum has changed.
+        got: the checksum of the bytes read; 0: none was computed."""
         shard = chunk.shards[rank]
         if not shard.sealed or is_forgotten(chunk):
             return False  # marked corrupt, or forgotten, during the copy
@@ -334,7 +335,7 @@ class Transfers:
 
 
 def _id(number: bytes) -> int:
-    """A request's number, which is also that of the operation that it begins."""
+    """The number of a request and of the operation that it begins."""
     return int.from_bytes(number, "little")
 
 
@@ -343,7 +344,7 @@ def _count(part: wire.Shards) -> int:
 
 
 def _parts(operation: CopyOperation) -> Iterator[tuple[wire.Shards, int, int]]:
-    """The parts of a request, each with the position of its first chunk, and of the first behind it."""
+    """The parts of a request, each with the positions of its first chunk and of the first chunk behind it."""
     first = 0
     for part in operation.request.shards:
         yield part, first, first + _count(part)

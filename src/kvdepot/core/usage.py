@@ -2,11 +2,11 @@
 
 Called by core/depot.py, core/lookups/ and core/verification.py on the deciding thread, and by core/report.py.
 Invariants: no number ever falls, and the entries of each list add up to the total. So an entry is kept until the server
-ends; all others share the entry `OTHERS`, which is shown only to those who may see every tenant's.
+ends. Tenants and models without an entry share the entry `OTHERS`, which only clients that may see every tenant get.
 
-Clients choose the names of models, so a model gets an entry only if the depot has a namespace of it, and a tenant gets
-another entry only while it has fewer than are left: alone it can take half of them, and some are left for the next. The
-other models of a tenant share an entry, and so do tenants beyond the most.
+Clients choose the names of models, so a model gets an entry only if the depot has a namespace of it. A tenant gets
+another entry only while it has fewer entries than are free. So one tenant can take half of them, and others still find
+some. The other models of a tenant share an entry, and so do the tenants above the limit.
 
 An engine knows only after a lookup how much of the prompt it has itself. vLLM's connector therefore reports what it
 asked for and found beyond that when the prompt is complete (`wire.Asked`), and only then do its lookups count. The
@@ -25,32 +25,31 @@ from kvdepot.protocol.quotas import MOST_QUOTAS
 from kvdepot.protocol.status import MOST_NAME, OTHERS, Saved, Status, TokenCounts, Usage
 
 _MODELS = 100
-"""Most pairs of tenant and model with an entry of their own; a tenant alone gets half of them."""
+"""The most pairs of tenant and model with an entry of their own; one tenant gets at most half of them."""
 
 
 class Usages:
     def __init__(self, models: int = _MODELS, tenants: int = MOST_QUOTAS) -> None:
-        """models, tenants: most entries of their own."""
+        """models, tenants: the most models and tenants with an entry of their own."""
         self.total = Usage("")
-        self.hit_tokens = Buckets("hit_tokens", "tokens", TOKENS)  # of lookups that found any
-        self.saved_s = Buckets("saved_seconds", "s", SAVED_S)  # of requests that saved any
+        self.hit_tokens = Buckets("hit_tokens", "tokens", TOKENS)  # of lookups that found tokens
+        self.saved_s = Buckets("saved_seconds", "s", SAVED_S)  # of requests that saved time
         self._most_models, self._most_tenants = models, tenants
         self._entries: dict[tuple[str | None, str | None], Usage] = {}  # by tenant and model; None: the rest
 
     @property
     def tokens(self) -> TokenCounts:
-        """The tokens of all requests since the start."""
         return TokenCounts(self.total.asked_tokens, self.total.found_tokens, self.total.reused_tokens)
 
     def fill(self, status: Status, tenant: str) -> None:
-        """Fill in the tokens that a tenant's client may see; empty: all."""
+        """Fill in the tokens that a tenant's client may see; empty: those of all tenants."""
         status.saved = Saved(self.total.reused_tokens, self.saved_s.sum)
         status.tokens = self.tokens
         status.usage = self.by_tenant(tenant)
         status.model_usage = self.by_model(tenant)
 
     def look_up(self, client: Client, lookup: wire.Lookup, found: int, chunk_tokens: int, is_known: bool) -> None:
-        """Count a lookup together with what it found, in chunks, so that both fall into the same window.
+        """Count a lookup and the `found` chunks together, so that both fall into the same window of time.
 
         is_known: the depot has a namespace of its model.
         """
@@ -77,7 +76,7 @@ class Usages:
     def count(
         self, tenant: str, model: str, asked: int = 0, found: int = 0, reused: int = 0, is_known: bool = False
     ) -> Usage:
-        """Add tokens of one request of a tenant and model, and return their entry; with 0 of all, its series begin.
+        """Add the tokens of one request, and return the entry of its tenant and model; with 0 tokens, its series begin.
 
         is_known: the depot has a namespace of the model, so it may have an entry of its own from now on.
         """
@@ -98,19 +97,19 @@ class Usages:
         return entry
 
     def compare(self, tenant: str, model: str, compared: int, differing: int) -> None:
-        """Count shards of a model with chunks that were compared with what an engine computed."""
+        """Count shards of a model that were compared with KV that an engine computed."""
         entry = self.count(tenant, model, is_known=True)
         entry.compared_shards += compared
         entry.differing_shards += differing
 
     def by_tenant(self, tenant: str = "") -> list[Usage]:
-        """One entry per tenant, in the order of first requests; the rest last. tenant: only its own; empty: all."""
+        """One entry per tenant, in the order of first requests, the rest last. tenant: only its entry; empty: all."""
         shown = [(name, each) for (name, _), each in self._entries.items() if not tenant or name == tenant]
         shown.sort(key=lambda item: item[0] is None)
         return _summed([(OTHERS if name is None else name, "", each) for name, each in shown])
 
     def by_model(self, tenant: str = "") -> list[Usage]:
-        """One entry per tenant and model, in the order of first requests; the rest last. tenant: see `by_tenant`."""
+        """One entry per tenant and model, in the order of first requests, the rest last. tenant: see `by_tenant`."""
         named = [
             (name, model, each)
             for (name, model), each in self._entries.items()
@@ -121,7 +120,7 @@ class Usages:
 
 
 def _summed(entries: list[tuple[str, str, Usage]]) -> list[Usage]:
-    """One value per tenant and model, even if a tenant is called like the rest."""
+    """One entry per tenant and model, also if a tenant's name is `OTHERS`."""
     shown: dict[tuple[str, str], Usage] = {}
     for tenant, model, each in entries:
         entry = shown.setdefault((tenant, model), Usage(tenant, model=model))

@@ -1,10 +1,10 @@
-"""The results of comparing engines' KV with stored chunks: mismatches, and the models in quarantine.
+"""The results of comparing KV that engines computed with stored chunks: mismatches, and models in quarantine.
 
 Called by core/transfers.py, when a comparison has ended, and by core/depot.py, on the deciding thread. An engine that
-meets chunks of another for the first time compares some and draws its own consequences (integrations/vllm/trust.py).
-For a sampled hit, the server does: it finds no chunk of that model any more. Nothing is deleted, so that
-it can be looked at, and the quarantine can be ended. Invariant: a model in quarantine stays in it until it is released,
-or the arena is gone.
+meets chunks of another for the first time compares some and draws its own consequences (integrations/vllm/trust.py). If
+a sampled hit differs, the server draws them: lookups find no chunk of the model any more (quarantine). Nothing is
+deleted, so that people can look at the chunks and end the quarantine. Invariant: a model in quarantine stays in it
+until it is released, or the arena is gone.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kvdepot.values import plural
 log = logging.getLogger(__name__)
 
 _MISMATCHES = 16
-"""Mismatches that the status lists of each tenant, the latest ones."""
+"""The number of a tenant's latest mismatches that the status lists."""
 _QUIET_S = 60
-"""A mismatch is listed, but neither logged nor noted, if the same two engines had one in the last so many seconds."""
+"""Seconds after a mismatch in which another one of the same two engines is listed, but neither logged nor noted."""
 _ENGINES = 256
-"""Engines whose facts are remembered, the latest ones that registered."""
+"""The number of engines, the latest that registered, whose facts are remembered."""
 _UNKNOWN = "unknown: stored by an earlier version, or by an engine that gives no name"
 
 
@@ -45,7 +45,7 @@ class Verification:
         self._facts: OrderedDict[tuple[str, str], tuple[str, dict[str, str]]] = OrderedDict()
 
     def learn(self, client: Client, request: wire.Register) -> None:
-        """Remember the facts of an engine, for the case that its KV differs from another's."""
+        """Remember the facts of an engine, to explain a later mismatch."""
         if request.writer:
             key = client.tenant, request.writer
             self._facts[key] = client.engine_called, {**request.facts, "host": client.host}
@@ -61,7 +61,7 @@ class Verification:
         for i, (found, *_) in differences.items():
             chunk, rank = operation.chunks[i]
             if chunk.shards[rank].sealed and not is_forgotten(chunk):
-                # Experts are chosen by rounding: behind a prompt's first chunk, only what has nothing in common counts.
+                # Rounding decides which experts run: behind a prompt's first chunk, only infinite differences count.
                 worst[i] = 0.0 if request.has_experts and chunk.position != 1 and found < math.inf else found
         there = [(found, i) for i, found in worst.items() if not math.isnan(found)]
         unknown = len(worst) - len(there)
@@ -69,7 +69,7 @@ class Verification:
         ends: dict[str, int] = {}
         for i in worst:
             chunk, rank = operation.chunks[i]
-            ends[chunk.shards[rank].writer] = numbers[operation.positions[i]]  # which ascend
+            ends[chunk.shards[rank].writer] = numbers[operation.positions[i]]  # the places ascend
         writers = tuple(wire.WriterRun(end, writer) for writer, end in ends.items())[: wire.MAX_WRITER_RUNS]
         if not there:
             return wire.Comparison(unknown=unknown, writers=writers)
@@ -131,7 +131,7 @@ class Verification:
         self._report.note("mismatch", text)
 
     def release(self, tenant: str, model: str) -> int:
-        """End the quarantine of a tenant's models (empty: of all) with this prefix; returns their number."""
+        """End the quarantine of the models of a tenant (empty: of all) whose names begin so; returns their number."""
         held = [each for each in self._quarantined(tenant) if each.model.startswith(model)]
         for namespace in held:
             self._namespaces.release(namespace)
@@ -144,6 +144,6 @@ class Verification:
         return [each for each in self._namespaces.all() if each.is_quarantined and tenant in ("", each.tenant)]
 
     def fill(self, status: Status, tenant: str) -> None:
-        """Fill in what a tenant's client may see; empty: all."""
+        """Fill in the mismatches and quarantines that a tenant's client may see; empty: all of them."""
         status.mismatches = [each for each in self._mismatches if tenant in ("", each.tenant)]
         status.quarantined = sorted({each.model[:MOST_NAME] for each in self._quarantined(tenant)})

@@ -8,30 +8,30 @@ from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 SKEW_S = 60
-"""Clocks of hosts that share a tier may differ by these seconds. An entry dated later has no known age."""
+"""Seconds by which the clocks of hosts that share a tier may differ. An entry with a later date has no known age."""
 _LEAST_STEP_S = 10.0
 _MOVED = 16
-"""Items that are moved at once while those that are outdated are dropped: all at once would take a second a million."""
+"""The number of items that one record moves to the new heap. To move all at once would take a second per million."""
 
 
 class _Aging(Protocol):
     expires: float
-    """The time of its item in `Ages`; 0: it has none."""
+    """The time of the entry's item in `Ages`, seconds since 1970; 0: it has no item."""
 
     @property
     def born(self) -> float:
-        """When its contents were computed: seconds since 1970."""
+        """When the entry's contents were computed, seconds since 1970."""
 
     @property
     def gone(self) -> bool: ...
 
 
 class WallClock:
-    """Notices that the wall clock was set back. If the caller then makes all entries older by the same time, they
-    expire by the clock that is ahead: the wall clock, or the one that nobody sets."""
+    """Notices that the wall clock was set back. If the caller then makes all entries older by the same time, setting a
+    clock never makes an entry live longer: the wall clock or the monotonic one decides, whichever is ahead."""
 
     def __init__(self) -> None:
-        self._ahead = float("-inf")  # of the other clock
+        self._ahead = float("-inf")  # seconds by which it was ahead of the monotonic clock
 
     @property
     def is_new(self) -> bool:
@@ -39,7 +39,7 @@ class WallClock:
         return self._ahead == float("-inf")
 
     def set_back(self, now: float, wall: float) -> float:
-        """Seconds by which the wall clock was set back since the last call; 0: it was not. now: of the other clock."""
+        """Seconds by which the wall clock was set back since the last call. now: seconds of a monotonic clock."""
         back = self._ahead - (wall - now)
         if 0 < back < _LEAST_STEP_S:
             return 0.0
@@ -51,27 +51,27 @@ AgingT = TypeVar("AgingT", bound=_Aging)
 
 
 class Ages(Generic[AgingT]):
-    """Entries by the time at which they expire; those that never do take no memory here.
+    """Entries by the time at which they expire. Entries that never expire take no memory here.
 
     The heap is corrected lazily: an entry whose time to live has become longer moves when its old time has come. An
-    entry is recorded again when its time to live has become shorter; its earlier item is outdated, and so is that of an
-    entry that is gone. When there may be as many of them as others, the others move to a new heap, a few with each
+    entry whose time to live has become shorter is recorded again. Its earlier item is then outdated, as is the item of
+    an entry that is gone. When half of the items may be outdated, the others move to a new heap, a few with each
     record.
     """
 
     def __init__(self, ttl_of: Callable[[AgingT], int]) -> None:
-        """ttl_of: seconds after which an entry expires at present; 0: never."""
+        """ttl_of: returns the seconds after which an entry now expires; 0: never."""
         self._ttl_of = ttl_of
         self._heap: list[tuple[float, int, AgingT]] = []
         self._old: list[tuple[float, int, AgingT]] = []  # a heap too, emptied from its end
         self._serials = itertools.count()
-        self._most = 64  # items, before those that are outdated are dropped
+        self._most = 64  # items at which outdated ones are dropped
 
     def __len__(self) -> int:
         return len(self._heap) + len(self._old)
 
     def record(self, entry: AgingT) -> None:
-        """Note when an entry expires: it is new, or is back, or expires sooner than it did."""
+        """Note when an entry expires. Called if it is new, is stored again, or expires sooner than before."""
         ttl_s = self._ttl_of(entry)
         if not ttl_s or 0 < entry.expires <= entry.born + ttl_s:
             return
@@ -86,7 +86,7 @@ class Ages(Generic[AgingT]):
         heapq.heappush(self._heap, (when, next(self._serials), entry))
 
     def _sweep(self) -> None:
-        """Move some items to the new heap, but not those that are outdated."""
+        """Move some items to the new heap, and drop those that are outdated."""
         for _ in range(min(_MOVED, len(self._old))):
             item = self._old.pop()
             when, _, entry = item

@@ -1,11 +1,11 @@
-"""Measures how soon chunks come back, by class and age, and computes what it is worth to keep them; see shadows.py.
+"""Measures how soon chunks come back, by class and age, and computes how much keeping them is worth; see shadows.py.
 
 A class's **hazard** at an age is the number of chunks that came back at that age over the number that could have. The
 **rank** of a chunk is its Gittins index: the highest number of uses per epoch of occupied space that keeping it, up to
 the best time to evict it, yields (J. C. Gittins, 1979; for caches see Beckmann et al., "LHD", NSDI 2018). If chunks
 come back soon or never, ranks fall with age, as in LRU; in a loop that is larger than the cache they rise.
 
-Estimates from few events are pulled towards those of all classes at that age, and these towards 1 / age.
+An estimate from few events is pulled towards that of all classes at that age, and the latter towards 1 / age.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from math import exp
 
 EPOCHS = 32
-"""Epochs, the unit of age, per turnover: as many requests and misses as there are chunks."""
+"""Epochs per turnover. An epoch is the unit of age; a turnover is as many requests and misses as there are chunks."""
 _ENDS = tuple(1 << n for n in range(12))
 """Ends of the ranges in which ages are measured, in epochs; each starts at the end of the one before."""
 _AGES = len(_ENDS)
@@ -23,9 +23,9 @@ _OLDEST = _ENDS[-1] - 1
 _PRIOR = tuple(0.5 / (middle + EPOCHS / 4) for middle in _MIDDLES)
 """Expected uses per epoch at an age without measurements."""
 _TRUST_AGE, _TRUST_CLASS, _TRUST = 20.0, 10.0, 20.0
-"""Measured uses at which the measurement weighs as much as the expectation: for an age, a class, both."""
+"""Measured uses at which a measurement weighs as much as the expectation: of an age, of a class, and of both."""
 _ENOUGH = 500.0
-"""Up to this many uses nothing is forgotten; above it, at most `_FORGOTTEN` per epoch."""
+"""The number of uses up to which all counts are kept; above it, at most the share `_FORGOTTEN` is lost per epoch."""
 _FORGOTTEN = 0.3 / EPOCHS
 
 
@@ -39,11 +39,11 @@ class Hazards:
         self._rank = [_gittins(list(_PRIOR))] * classes
 
     def came_back(self, kind: int, age: int, chunks: int) -> None:
-        """Chunks of this class were used at this age, in epochs."""
+        """Count chunks of a class that were used at an age, in epochs."""
         self._uses[kind][min(age, _OLDEST).bit_length()] += chunks
 
     def could(self, kind: int, age: int, chunks: int) -> None:
-        """Count chunks of this class and age that could have come back during an epoch."""
+        """Count chunks of a class and age that could have come back during an epoch."""
         self._risk[kind][min(age, _OLDEST).bit_length()] += chunks
 
     def rank(self, kind: int, age: int) -> float:
@@ -60,7 +60,7 @@ class Hazards:
         """Compute the ranks from the counts. O(classes)."""
         all_uses, all_risk, factor = self._uses, self._risk, self._factor
         seen = [kind for kind in range(len(factor)) if any(all_risk[kind]) or any(all_uses[kind])]
-        hazard = []  # of all classes, weighted by their factors, by age
+        hazard = []  # by age: hazard of all classes, weighted by their factors
         for age in range(_AGES):
             came = sum(all_uses[kind][age] for kind in seen)
             could = sum(all_risk[kind][age] * factor[kind] for kind in seen)
@@ -90,7 +90,7 @@ def _gittins(hazards: list[float]) -> list[float]:
     for age in range(_AGES - 1, -1, -1):
         chance = 1 - exp(-hazards[age] * _WIDTHS[age])
         time = chance / hazards[age]
-        while best and best[-1][0] * time > chance * best[-1][1]:  # keeping it longer yields more
+        while best and best[-1][0] * time > chance * best[-1][1]:  # keeping the chunk longer yields more uses per time
             more, longer = best.pop()
             time += (1 - chance) * longer
             chance += (1 - chance) * more

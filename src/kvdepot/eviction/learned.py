@@ -1,21 +1,21 @@
 """The policy `learned`: evicts what is least likely to be used soon, and follows LRU where it has done better.
 
-Two **shadows** (shadows.py) contain as many chunks as there are: what LRU would keep, and what a policy that learns how
-soon chunks come back would. So their misses on the same requests are known, and this policy follows a **leader**: it
-evicts what the leader does not contain, in the order in which the leader evicted it. After a change of leader, the
-chunks become those of the new one as new chunks need space.
+Two **shadows** (shadows.py) contain as many chunks as the cache: those that LRU would keep, and those that a policy
+would keep that learns how soon chunks come back. So their misses on the same requests are known, and this policy
+follows one of them, the **leader**. It evicts chunks that the leader does not contain, in the order in which the leader
+evicted them. After a change, the cache moves to the new leader's chunks as new chunks need space.
 
-The leader is the shadow with the fewest misses in the last few turnovers of the cache. At first it is the one that
-learns, or LRU if there is room for few prompts. But once this policy itself has had more misses than LRU, by 0.2 % and
-by a hundredth of the chunks, it follows LRU until half of this is made up for, or the other has a clear lead. In small
-caches, a lead counts from the misses of a few requests.
+The leader is the shadow with the fewest misses in the last few turnovers of the cache. The first leader is the shadow
+that learns, or LRU if there is room for few prompts. But once this policy itself has had more misses than LRU, by 0.2 %
+and by a hundredth of the chunks, it follows LRU. It does so until half of this excess is made up for, or the learning
+shadow has a clear lead. In small caches, a lead must be at least the misses of a few requests.
 
 Nothing depends on the time: the same calls give the same evictions, as long as no two keys are confused (runs.py).
 
-**Known weaknesses.** What LRU gains before it is followed is lost, and a change of leader costs up to as many misses as
-there are chunks. So in traces of a few turnovers, the hit rate can be a point below that of LRU, mostly in a cache for
-a few dozen prompts. If chunks differ in size, or many are pinned, the shadows are inexact, because they count chunks
-and know no pins.
+**Known weaknesses.** The hits that LRU gains before it leads are lost, and a change of leader costs up to as many
+misses as there are chunks. So in traces of a few turnovers, the hit rate can be a point below that of LRU, mostly in a
+cache for a few dozen prompts. If chunks differ in size, or many are pinned, the shadows are inexact, because they count
+chunks and know no pins.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ __all__ = ["Learned"]
 
 _RECENT = exp(-1 / (4 * EPOCHS))
 _LONG = exp(-1 / (100 * EPOCHS))
-"""The share of the counts of misses that is left after each epoch: they matter for 4 turnovers, and for 100."""
+"""The shares of counts of misses that are left after an epoch: they matter for 4 turnovers, or for 100."""
 _LEAD, _CLEAR_LEAD = 0.002, 0.04
-"""The lead in recent misses, per chunk, that makes a shadow the leader, and that does even when the budget is spent."""
+"""The leads in recent misses, per chunk, that make a shadow the leader: normally, and after the budget is spent."""
 _BUDGET, _ALLOWANCE = 0.002, 0.01
-"""The misses that it may have beyond those of LRU: per miss of its own, and per chunk."""
+"""The misses that this policy may have beyond those of LRU: per miss of its own, and per chunk."""
 _CHANCE, _MOST = 4.0, 0.05
-"""Lead and allowance are at least this many runs of missing chunks, because less is chance, but at most this share of
-the chunks."""
+"""Lead and allowance are at least `_CHANCE` runs of missing chunks, because less is chance, but at most the share
+`_MOST` of the chunks."""
 _FEW = 48
-"""With room for fewer runs than this, what is learned at first is chance: LRU is the first leader."""
+"""With room for fewer runs than this, LRU is the first leader, because the first measurements are chance."""
 _PASSED_OVER = 64
-"""Queued chunks that are passed over in the search for one victim, at most."""
+"""The most queued chunks that the search for one victim passes over."""
 _MOST_USES = 64
-"""Uses that wait for the next other call."""
+"""The most uses that wait until the next other call."""
 _RUN_HASHES, _MOST_HASHES = 25, 40
-"""Memory of a run, and of all runs per existing chunk, in hashes of 4 bytes."""
+"""The memory of a run, and the most memory of all runs per existing chunk, in hashes of 4 bytes."""
 _AT_ONCE = 16
 """The most chunks that a shadow evicts at once, at most a 256th of all."""
 
 
 class Learned:
-    """The better of LRU and what is learned."""
+    """Follows the better of LRU and the learning shadow."""
 
     def __init__(self) -> None:
         self._runs = runs = Runs()
@@ -63,25 +63,25 @@ class Learned:
         self._shadows: tuple[Shadow, Shadow] = (self._lru, self._learning)
         self._leader: Shadow = self._learning
         self._epoch = self._learning.epoch
-        self._misses = 0.0  # its own, as `Shadow.misses`
+        self._misses = 0.0  # misses of this policy, as `Shadow.misses`
         self._entered = 0
-        self._missing_runs = 0.0  # runs of chunks that it missed; a chunk whose key was known counts as a run
-        self._is_behind = False  # it has spent its budget, and follows LRU
+        self._missing_runs = 0.0  # runs of missed chunks; a chunk whose key was known counts as a run
+        self._is_behind = False  # the budget is spent, and LRU leads
         self._is_first = True  # no leader has been chosen yet
-        self._is_new = True  # nor in the current request
+        self._is_new = True  # no leader has been chosen in this request yet
         self._born: Victim | None = None  # the last new chunk of the current request, if its key was not known
         self._within: Victim | None = None  # the last chunk of the current request, if it is within a run
-        self._uses: list[Victim] = []  # that the shadows have not seen yet
+        self._uses: list[Victim] = []  # uses that the shadows have not seen yet
         self._chunks = 0
         self._known = 0  # chunks in `_runs`
-        self._room: float = inf  # for chunks, as far as is known
+        self._room: float = inf  # the number of chunks that fit, as far as known
         self._has_grown = False  # chunks were inserted since the last eviction
-        # By run; its last chunk. (Not plain dicts, which find their first key by skipping all deleted ones.)
+        # By run: its last chunk. (Plain dicts would find their first key by skipping all deleted keys.)
         self._queued: OrderedDict[int, Victim] = OrderedDict()
-        self._outside: OrderedDict[int, None] = OrderedDict()  # those that the leader evicted, in this order
-        self._unseen = 0  # how many of the queued ones may be outside too, since the leader changed
+        self._outside: OrderedDict[int, None] = OrderedDict()  # runs that the leader evicted from, in this order
+        self._unseen = 0  # queued runs that may be outside too, since the leader changed
         self._gone = runs.column("I")  # chunks of each run that do not exist and that no shadow contains
-        self._gone_count = 0  # in all runs
+        self._gone_count = 0  # the sum of `_gone`
         self._gone_links = Links(runs)
         self._gone_runs = self._gone_links.make(runs.new())  # oldest first, hence a run before its parent
 
@@ -103,7 +103,7 @@ class Learned:
                 self._begin(chunk, before)
                 continue
             first = at - 1
-            while at < len(chunks) and chunks[at].parent is chunks[at - 1]:  # others stored what lies in a gap
+            while at < len(chunks) and chunks[at].parent is chunks[at - 1]:  # others have stored the chunks in a gap
                 at += 1
             self._extend(before, chunks[first:at])
         for shadow in self._shadows:
@@ -111,7 +111,7 @@ class Learned:
                 self._shrink(shadow, self._room)
 
     def _extend(self, last: Victim, chunks: Sequence[Victim]) -> None:
-        """Insert chunks behind `last`, behind which nothing was ever stored."""
+        """Insert chunks behind `last`, which never had a chunk behind it."""
         run, number = last.place, last.number
         self._runs.extend(run, chunks)
         self._known += len(chunks)
@@ -138,7 +138,7 @@ class Learned:
         self._within = chunk if count < runs.size[run] else None
 
     def _enter(self, chunk: Victim, before: Victim | None) -> int:
-        """The run of a chunk that exists from now on."""
+        """Add a chunk that now exists to a run; returns the run."""
         runs = self._runs
         parent = before.place if before is not None else 0
         is_part = before is not None and before.key == chunk.key
@@ -163,12 +163,12 @@ class Learned:
         return run
 
     def use(self, chunk: Victim) -> None:
-        self._uses.append(chunk)  # a lookup waits for this call: the next one has the time
+        self._uses.append(chunk)  # a lookup waits for this call, so the work is left to the next call
         if len(self._uses) == _MOST_USES:
             self._settle()
 
     def _settle(self) -> None:
-        """Have the shadows see the uses so far, in their order. Every other call begins with this."""
+        """Show the waiting uses to the shadows, in their order. Every other call begins with this."""
         if self._uses:
             uses, self._uses = self._uses, []
             for chunk in uses:
@@ -194,10 +194,10 @@ class Learned:
         self._settle()
         run = chunk.place
         if chunk.queued or chunk.number - self._runs.start[run] + 1 < self._runs.real[run]:
-            return  # others of its run are behind it
+            return  # other chunks of its run are behind it
         old = self._queued.get(run)
         if old is not None:
-            old.queued = False  # it has not been the last one for a while
+            old.queued = False  # it is not its run's last chunk any more
         chunk.queued = True
         self._queued[run] = chunk
         if self._leader.held[run] < self._runs.real[run]:
@@ -206,7 +206,7 @@ class Learned:
 
     def victim(self, evictable: Callable[[Victim], bool]) -> Victim | None:
         self._settle()
-        if self._has_grown:  # the first eviction for a run: those after it make room for more of the same run
+        if self._has_grown:  # the first eviction for a run; later ones make room for the same run
             self._room, self._has_grown = self._chunks, False
         if self._is_new:
             self._is_new = False
@@ -223,9 +223,10 @@ class Learned:
         return None
 
     def _next(self) -> int:
-        """The run to evict from, of those in the queue: one that the leader contains less of.
+        """The queued run to evict from: a run of which the leader contains fewer chunks than exist.
 
-        After a change of leader, it looks for such runs, a few at a time. If there is none, the leader evicts, too.
+        After a change of leader, this searches for such runs, a few at a time. If there is none, the leader evicts
+        too.
         """
         real, held, outside, queued = self._runs.real, self._leader.held, self._outside, self._queued
         if self._unseen:
@@ -242,7 +243,7 @@ class Learned:
                     return run
                 del outside[run]
             self._shrink(self._leader, max(0, self._leader.count - 1 - min(self._chunks >> 8, _AT_ONCE)))
-        return next(iter(queued))  # all else is held, or chunks differ in size
+        return next(iter(queued))  # all other chunks are held, or chunks differ in size
 
     def remove(self, chunk: Victim, evicted: bool) -> None:
         self._settle()
@@ -255,7 +256,7 @@ class Learned:
             self._within = None
         runs = self._runs
         count = chunk.number - runs.start[chunk.place] + 1
-        if count < runs.real[chunk.place]:  # those behind it stay, and it becomes a run of its own
+        if count < runs.real[chunk.place]:  # the chunks behind it stay, and it becomes a run of its own
             self._split(chunk, count)
             if count > 1:
                 assert chunk.parent is not None
@@ -271,7 +272,6 @@ class Learned:
             self._forget()
 
     def _leave(self, chunk: Victim) -> None:
-        """Take a chunk out of the queue."""
         chunk.queued = False
         del self._queued[chunk.place]
         self._outside.pop(chunk.place, None)
@@ -285,7 +285,7 @@ class Learned:
             self._within = None
 
     def _split(self, last: Victim, count: int) -> int:
-        """Make the first `count` chunks of a run, up to `last`, a run of their own; returns it."""
+        """Make the first `count` chunks of a run, up to `last`, a new run, and return it."""
         run = last.place
         head = self._runs.split(run, count)
         for shadow in self._shadows:
@@ -313,7 +313,7 @@ class Learned:
                 self._outside[run] = None
 
     def _choose(self) -> Shadow:
-        """The shadow to follow now."""
+        """Choose the leader, with new counts of misses if an epoch has ended."""
         lru, learning = self._lru, self._learning
         if self._epoch != learning.epoch:
             self._epoch = learning.epoch
@@ -353,16 +353,16 @@ class Learned:
             self._gone[run] = gone
 
     def _excess(self) -> int:
-        """Bytes that ghosts take beyond the limit, divided by those of a hash."""
+        """The memory of all runs beyond the limit, in hashes of 4 bytes."""
         return _RUN_HASHES * self._runs.used + self._known - _MOST_HASHES * self._chunks
 
     def _forget(self) -> None:
-        """Forget ghosts that no shadow contains, the ends of chains first, while they take too much memory."""
+        """Forget chunks that do not exist and that no shadow contains, ends first, while runs take too much memory."""
         runs, links = self._runs, self._gone_links
         while self._gone_count and (excess := self._excess()) > 0:
             run = links.first(self._gone_runs)
             count = min(self._gone[run], excess)
-            if count == runs.size[run] and runs.children[run]:  # its chunk failed, but those behind it exist
+            if count == runs.size[run] and runs.children[run]:  # its chunk failed, but chunks behind it exist
                 self._gone_count -= self._gone[run]
                 self._gone[run] = 0
                 links.unlink(run)

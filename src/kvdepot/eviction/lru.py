@@ -8,15 +8,16 @@ from collections.abc import Callable, Sequence
 from kvdepot.eviction.policy import Victim
 
 _MOVED = 4
-"""Entries that are moved at once while those that are gone are discarded."""
+"""The number of entries that one removal moves to the new heap."""
 
 
 class Lru:
     """Least recently used first.
 
     A heap that is corrected lazily: using a chunk only changes its date, and each use causes at most one later
-    correction, O(log n), when the chunk reaches the top. A chunk that is not evictable then is dropped, and returns by
-    `add`. When more than half of the entries are gone, the others move to a new heap, a few with each removal.
+    correction, O(log n), when the chunk reaches the top. A chunk that is not evictable then leaves the heap until
+    `add`. When more than half of the entries are of removed chunks, the others move to a new heap, a few with each
+    removal.
     """
 
     def __init__(self) -> None:
@@ -24,14 +25,14 @@ class Lru:
         self._heap: list[tuple[float, int, Victim]] = []
         self._old: list[tuple[float, int, Victim]] = []  # a heap too, emptied from its end
         self._serial = 0  # orders equal dates by the time of their push
-        self._gone = 0  # entries in both heaps
+        self._gone = 0  # entries of removed chunks in both heaps
 
     @property
     def queued(self) -> int:
         return len(self._heap) + len(self._old)
 
     def insert(self, chunks: Sequence[Victim]) -> None:
-        for chunk in reversed(chunks):  # the head last, so that the tail is evicted first
+        for chunk in reversed(chunks):  # the first chunk gets the latest date, so that the last is evicted first
             self._clock += 1
             chunk.order = self._clock
 
@@ -72,7 +73,7 @@ class Lru:
             before.order = chunk.order
 
     def _sweep(self) -> None:
-        """A queued chunk is gone: count it, and discard such entries gradually."""
+        """Count the entry of a queued chunk that is gone, and discard a few such entries."""
         self._gone += 1
         if not self._old and self._gone > 4 + len(self._heap) // 2:
             self._old, self._heap = self._heap, []
@@ -80,6 +81,6 @@ class Lru:
             entry = self._old.pop()
             if entry[2].gone:
                 self._gone = max(0, self._gone - 1)
-                entry[2].queued = False  # it may return: a disk's object that could not be removed does
+                entry[2].queued = False  # it may return, as an object does that a disk could not remove
             else:
                 heapq.heappush(self._heap, entry)

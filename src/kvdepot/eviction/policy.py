@@ -18,45 +18,46 @@ import msgspec
 
 
 class Victim(msgspec.Struct, gc=False):
-    """A policy's view of a chunk, and the fields of this folder on it. core/index/chunk.py extends it."""
+    """A policy's view of a chunk, with the fields that this folder changes. core/index/chunk.py extends it."""
 
     key: bytes = b""
     parent: Victim | None = None
-    """The chunk before it in its chain, if known. It exists at least as long as this one."""
+    """The chunk before this one in its chain, if known. It exists at least as long as this chunk."""
     order: float = 0
-    """Its date, in the policy's own measure; the lowest is evicted first."""
+    """The chunk's date, as a number of the policy; chunks with the lowest are evicted first."""
     number: int = 0
-    """Chunks before it in its chain, as far as the policy knows it."""
+    """The number of chunks before this one in the part of its chain that the policy knows."""
     place: int = 0
-    """The part of the policy that it belongs to; 0 = none."""
+    """The run (runs.py) that the chunk belongs to in the policy `learned`; 0: none."""
     queued: bool = False
-    """Whether the policy may name it."""
+    """Whether the chunk is in the policy's queue, so that `victim` may return it."""
     gone: bool = False
     expires: float = 0.0
-    """When the queue of ages comes to it (ages.py), seconds since 1970; 0: it is not in the queue."""
+    """When the queue of ages (ages.py) looks at the chunk, seconds since 1970; 0: it is not in that queue."""
 
 
 class Policy(Protocol):
     """The interface of an eviction policy. A policy must not change a chunk's key or parent."""
 
     def insert(self, chunks: Sequence[Victim]) -> None:
-        """`chunks`, each behind the one before it, are new, or back after they were removed. The first call for them;
-        they are not evictable before `add`, and of loose ones the last goes first."""
+        """Note that `chunks`, each behind the one before it, are new, or are stored again after their removal. They are
+        not evictable before `add`; of loose chunks, the last is evicted first."""
 
     def use(self, chunk: Victim) -> None:
-        """A request hit `chunk`. Called once per request."""
+        """Note that a request hit `chunk`. Called once per request."""
 
     def add(self, chunk: Victim) -> None:
-        """`chunk` may have become evictable, because a hold or child was removed. It may be queued already."""
+        """Note that `chunk` may have become evictable, because a hold or a child is gone. It may be queued already."""
 
     def victim(self, evictable: Callable[[Victim], bool]) -> Victim | None:
-        """Take the chunk to evict next out of its queue; None if there is none.
+        """Take the chunk to evict next out of the queue; None: no chunk is evictable.
 
-        The caller then calls `remove`, or, if it keeps the chunk, `add`, which restores its old place.
+        The caller then calls `remove`, or, if it keeps the chunk, `add`, which restores the chunk's old place.
         """
 
     def remove(self, chunk: Victim, evicted: bool) -> None:
-        """`chunk` is removed, queued or not; `gone` is set and the parent is still known.
+        """Note that `chunk`, queued or not, is removed; its `gone` is set, and its parent is still known.
 
-        evicted: to make room, so it may be missed; otherwise it was dropped, or its copy failed.
+        evicted: the removal makes room, so requests may miss the chunk; otherwise it was dropped, or its copy
+        failed.
         """

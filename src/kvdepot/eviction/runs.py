@@ -1,6 +1,6 @@
 """The chunks that the policy `learned` remembers, as runs: consecutive chunks that were stored and used together.
 
-A **run** has a number and columns of facts by number. It is split where a prompt parts from it or ends within it. A run
+A **run** has a number and columns of facts by number. It is split where a prompt leaves it or ends within it. A run
 outlives its chunks while a shadow (shadows.py) contains it or its keys may come back. Everything is in arrays, and the
 table grows by one bucket at a time (linear hashing; W. Litwin, 1980), so a run takes some 80 bytes, each further chunk
 of it 4, and no call takes long. Invariant: a run's parent exists as long as the run.
@@ -15,7 +15,7 @@ from kvdepot.eviction.policy import Victim
 
 
 def _mark(key: bytes, salt: int = 0) -> int:
-    """32 bits of a hash of a key. Each process uses another one: clients choose keys, and could fill one bucket."""
+    """32 bits of a hash of a key. Each process has another hash: clients choose keys, and could fill one bucket."""
     return (hash(key) ^ salt * 0x9E3779B9) & 0xFFFFFFFF
 
 
@@ -25,16 +25,16 @@ class Runs:
 
     def __init__(self) -> None:
         self.parent = array("I", [0])
-        """The run that this one stands behind, as a whole."""
+        """The run that this run stands behind; all chunks of the parent come before it."""
         self.start = array("I", [0])
-        """Chunks before the run's first in its chain."""
+        """The number of chunks before the run's first chunk in its chain."""
         self.size = array("I", [0])
         self.real = array("I", [0])
-        """Chunks that exist; they are the first ones of the run."""
+        """The number of chunks that exist; these are the first ones of the run."""
         self.children = array("I", [0])
-        """Runs whose parent this is."""
-        self._hash = array("I", [0])  # of the first key
-        self._next = array("I", [0])  # in its bucket, or among the free runs
+        """The number of runs whose parent this run is."""
+        self._hash = array("I", [0])  # hash of the first key
+        self._next = array("I", [0])  # next run in its bucket, or next free run
         self._columns = [self.parent, self.start, self.size, self.real, self.children, self._hash, self._next]
         self._further: list[array[int] | None] = [None]  # hashes of the keys after the first
         self._buckets = array("I", [0])
@@ -43,7 +43,7 @@ class Runs:
         self.used = 0
 
     def column(self, kind: str) -> array[int]:
-        """A new column of unsigned integers, 0 for each run."""
+        """Add a column of unsigned integers (`kind`: of the array), 0 for each run."""
         column = array(kind, bytes(len(self.size) * array(kind).itemsize))
         self._columns.append(column)
         return column
@@ -60,7 +60,7 @@ class Runs:
         return run
 
     def enter(self, key: bytes, is_part: bool, parent: int, start: int) -> int:
-        """A new run of one existing chunk, 0 in all other columns."""
+        """Add a run of one existing chunk, with 0 in the columns of others."""
         run = self.new()
         self.used += 1
         self.parent[run], self.start[run], self.size[run], self.real[run] = parent, start, 1, 1
@@ -80,12 +80,12 @@ class Runs:
         self.real[run] += len(chunks)
 
     def is_next(self, run: int, key: bytes) -> bool:
-        """Whether the first chunk of the run that does not exist, not the run's first, has this key."""
+        """Whether this is the key of the first chunk that the run lacks, which is not the run's first."""
         further = self._further[run]
         return further is not None and further[self.real[run] - 1] == _mark(key)
 
     def split(self, run: int, count: int) -> int:
-        """Make the first `count` chunks of a run a run of their own, its parent; returns it."""
+        """Make the first `count` chunks of a run a new run, which becomes the run's parent; returns the new run."""
         head, further = self.new(), self._further[run]
         assert further is not None and 0 < count < self.size[run]
         self.used += 1
@@ -114,7 +114,7 @@ class Runs:
         del further[self.size[run] - 1 :]
 
     def free(self, run: int) -> None:
-        """Forget a run that is the parent of none. Columns that others have made must be 0."""
+        """Forget a run that is the parent of no run. The columns that others have added must be 0."""
         self.used -= 1
         self.children[self.parent[run]] -= 1
         self._take(run)
@@ -122,7 +122,7 @@ class Runs:
         self.free_head(run)
 
     def new(self) -> int:
-        """A number that stands for no key yet: the head of a list, or a run."""
+        """A number without a key, for the head of a list or for a run."""
         run = self._free
         if run:
             self._free, self._next[run] = self._next[run], 0
@@ -190,14 +190,14 @@ class Links:
         return 0 if run == head else run
 
     def append(self, head: int, run: int) -> None:
-        """Put a run, which must be in no list, at the end of one, or before the run `head` of one."""
+        """Put a run that is in no list at the end of a list, or, if `head` is a run, before this run."""
         before, after = self.before, self.after
         last = before[head]
         before[run], after[run] = last, head
         after[last] = before[head] = run
 
     def prepend(self, head: int, run: int) -> None:
-        """Put a run, which must be in no list, at the start of one."""
+        """Put a run that is in no list at the start of a list."""
         self.append(self.after[head], run)
 
     def unlink(self, run: int) -> None:
@@ -210,7 +210,7 @@ class Links:
             after[run] = 0
 
     def replace(self, run: int, other: int) -> None:
-        """Put a run, which must be in no list, into the place of another."""
+        """Put the run `other`, which is in no list, into the place of `run`."""
         if self.after[run]:
             self.append(run, other)
             self.unlink(run)

@@ -1,9 +1,9 @@
-"""Shadows: what a cache of the same size would contain under another policy, from keys alone.
+"""Shadows: the chunks that a cache of the same size would contain under another policy, computed from keys alone.
 
-The policy `learned` has its shadows see every use and every new chunk, and evict as it evicts. Like the index, a shadow
-contains only whole prefixes: of a run (runs.py) its first chunks, and of what is before a run all. So its lists have
-only **ends**, the runs behind which it contains nothing, and a call costs O(1) for each run. The end of the current
-request, the **tip**, is in no list, and stays.
+The policy `learned` shows its shadows every use and every new chunk, and lets them evict when it evicts. Like the
+index, a shadow contains only whole prefixes: the first chunks of a run (runs.py), and all chunks before the run. So its
+lists have only **ends**, the runs behind which it contains no chunk, and a call costs O(1) for each run. The end of the
+current request, the **tip**, is in no list, and is not evicted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvdepot.eviction.runs import Links, Runs
 
 
 class Shadow(ABC):
-    """The chunks that a policy would keep."""
+    """The chunks that a cache with another policy would keep."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
@@ -24,19 +24,19 @@ class Shadow(ABC):
         self._parent = runs.parent
         self.links = Links(runs)
         self.held = runs.column("I")
-        """Chunks of each run that it contains; they are the first ones."""
+        """The number of chunks of each run that the shadow contains: its first ones."""
         self.kids = runs.column("I")
-        """Runs behind each run of which it contains a chunk."""
+        """The number of runs behind each run of which the shadow contains a chunk."""
         self.count = 0
         self.misses = self.recent_misses = 0.0
-        """Chunks that entered up to the last `age`; see `entered`."""
+        """Chunks that entered before the last `age`, with fading weight; `entered` counts the later ones."""
         self.entered = 0
-        self._hit = 0  # the run of the deepest hit of the current request so far, not counted as a use yet
-        self._is_within = False  # it is not the run's end
+        self._hit = 0  # the run of the current request's deepest hit so far, not yet counted as used
+        self._is_within = False  # the hit ends within the run
         self._tip = 0
 
     def use(self, run: int) -> None:
-        """A request hit all chunks up to the end of `run`."""
+        """Note that a request hit all chunks up to the end of `run`."""
         self._is_within = False  # these lines repeat `_settle`: a call in each lookup would cost more
         if self._hit:
             hit, self._hit = self._hit, 0
@@ -49,7 +49,7 @@ class Shadow(ABC):
             self._fill(run, self._size[run], True)
 
     def insert(self, run: int, count: int) -> None:
-        """Chunk number `count` of `run` is stored again, or the run is new."""
+        """Note that chunk number `count` of `run` is stored again, or that the run is new."""
         before = run if count > 1 else self._parent[run]
         if self.held[run] >= count:
             if self._hit != before:
@@ -65,13 +65,13 @@ class Shadow(ABC):
         self._fill(run, count, is_hit)
 
     def extend(self, run: int, count: int) -> None:
-        """`count` chunks were added to `run`, which is new."""
+        """Note that `count` chunks were added to `run`, which is new."""
         self.count += count
         self.entered += count
         self.held[run] += count
 
     def evict(self, most: int) -> int:
-        """Evict up to `most` chunks of one run, and return the run; 0 if none can go."""
+        """Evict up to `most` chunks of one run, and return the run; 0: no run can be evicted."""
         if not self._is_within:
             self._settle()
         run = self._victim()
@@ -82,7 +82,7 @@ class Shadow(ABC):
         return run
 
     def drop(self, run: int, count: int) -> None:
-        """Take out chunk number `count` of `run`, which was not evicted, unless others are behind it."""
+        """Take out chunk number `count` of `run`, which was dropped, not evicted, unless chunks are behind it."""
         if self.held[run] != count or self.kids[run]:
             return
         if run in (self._hit, self._tip):
@@ -93,7 +93,7 @@ class Shadow(ABC):
             self._add_end(run, 0)
 
     def split(self, run: int, head: int, is_end: bool) -> None:
-        """The first chunks of `run` have become its parent `head`. is_end: the current request ends there."""
+        """Note that the first chunks of `run` have become its parent `head`. is_end: the request ends with `head`."""
         held = self.held
         held[head] = min(self._size[head], held[run])
         held[run] -= held[head]
@@ -107,17 +107,17 @@ class Shadow(ABC):
             self._is_within = False
 
     def forget(self, run: int, count: int) -> None:
-        """The last `count` chunks of `run` are forgotten; the shadow does not contain them."""
+        """Forget the last `count` chunks of `run`, which the shadow does not contain."""
         return
 
     def age(self, kept: float, kept_recent: float) -> None:
-        """Reduce the misses so far to these shares."""
+        """Reduce the counts of misses, and of recent misses, to these shares."""
         self.misses = kept * (self.misses + self.entered)
         self.recent_misses = kept_recent * (self.recent_misses + self.entered)
         self.entered = 0
 
     def _fill(self, run: int, count: int, is_use: bool) -> None:
-        """Add what is missing up to chunk number `count` of `run`. is_use: count a use of the deepest one it has."""
+        """Add missing chunks up to number `count` of `run`. is_use: count a use of the deepest one that it has."""
         held, size, parent = self.held, self._size, self._parent
         missing = [run]
         while not held[missing[-1]] and (before := parent[missing[-1]]) and held[before] < size[before]:
@@ -138,13 +138,13 @@ class Shadow(ABC):
             self._used(run)
 
     def _move(self, run: int) -> None:
-        """The current request ends in `run` now."""
+        """Let the current request end in `run`."""
         tip, self._tip = self._tip, run
         if tip and tip != run and self.held[tip] and not self.kids[tip] and not self.links.after[tip]:
             self._append(tip)
 
     def _enter(self, run: int, count: int) -> None:
-        """Contain the chunks of `run` up to number `count`."""
+        """Let the shadow contain the chunks of `run` up to number `count`."""
         before = self._parent[run]
         self.count += count - self.held[run]
         self.entered += count - self.held[run]
@@ -171,20 +171,20 @@ class Shadow(ABC):
 
     @abstractmethod
     def _used(self, run: int) -> None:
-        """Count a use of the last chunk of `run` that it contains."""
+        """Count a use of the last chunk of `run` that the shadow contains."""
 
     @abstractmethod
     def _victim(self) -> int:
-        """The run to evict from; 0 if there is none."""
+        """The run to evict from; 0: there is none."""
 
     @abstractmethod
     def _add_end(self, run: int, after: int) -> None:
-        """`run` has become an end, because `after`, or its own last chunk (0), has left: the next victim, unless it is
-        the tip or has a place."""
+        """Note that `run` has become an end, because the run `after` (0: its own last chunk) has left. It is the next
+        victim, unless it is the tip or in a list."""
 
     @abstractmethod
     def _append(self, run: int) -> None:
-        """Put an end into its list, to go last."""
+        """Put an end at the end of its list, so that it is evicted last."""
 
 
 class LruShadow(Shadow):
@@ -212,7 +212,7 @@ class LruShadow(Shadow):
         return 0 if run == self._queue else run
 
     def _add_end(self, run: int, after: int) -> None:
-        if not self.links.after[run] and run != self._tip:  # else its own last use was later
+        if not self.links.after[run] and run != self._tip:  # otherwise its own last use was later
             self.links.prepend(self._queue, run)
 
     def _append(self, run: int) -> None:
@@ -224,15 +224,15 @@ _SHORTEST = 64
 _LEARN = 256
 """Minimum number of requests and misses between two computations of the ranks."""
 _NEW, _BRANCH, _CONTINUED, _PART = range(4)
-"""The chunk that a run was stored behind; `_PART`: the run is the part of a chunk in a bounded KV cache group."""
+"""The kind of chunk that a run was stored behind; `_PART`: the run is a chunk's part in a bounded KV cache group."""
 _BEHIND = 3
 _FIRST, _FOLLOWED = 4, 8
-"""Flags: the first chunk that its request stored; another was stored behind it."""
+"""Flags of a run: its request stored it first; another run was stored behind it."""
 _USE, _MOST_USES = 16, 15
-"""One use, in the bits above the flags, and how many they hold."""
+"""One use, in the bits above the flags, and the most uses that these bits hold."""
 _LENGTHS = 8
 _USED = 8
-"""Classes of chunks that were used; then come the classes of chunks that never were."""
+"""The number of classes of used chunks; the classes of chunks that were never used follow."""
 _CLASSES = _USED + 4 * _LENGTHS
 _LONGEST = 255
 
@@ -245,9 +245,9 @@ class _Cohort:
     def __init__(self, epoch: int, kind: int, head: int) -> None:
         self.epoch = epoch
         self.kind = kind
-        self.head = head  # of the list of its members
-        self.at_risk = 0  # chunks: its ends, and those evicted
-        self.listed = False  # in the heap of ranks
+        self.head = head  # head of the list of its members
+        self.at_risk = 0  # chunks that could come back: its ends, and evicted ones
+        self.listed = False  # it is in the heap of ranks
 
 
 class LearningShadow(Shadow):
@@ -260,11 +260,11 @@ class LearningShadow(Shadow):
       that goes on); and how many chunks it stored, because long documents come back less often than questions;
     - used: how often (1, 2-3, 4-7, 8 or more times), and whether it continues a conversation.
 
-    A run that loses the last one behind it inherits its date, its uses and its length.
+    A run that loses the last run behind it inherits the date, uses and length of that run.
 
-    Ends of one class last used in the same **epoch** form a **cohort** and share one rank (hazards.py). The lowest goes
-    first, within a cohort the least recently used. An evicted chunk stays in its cohort's count until it comes back or
-    is forgotten, so misses are measured as well as hits.
+    Ends of one class last used in the same **epoch** form a **cohort** and share one rank (hazards.py). The cohort with
+    the lowest rank is evicted first, and within a cohort the least recently used end. An evicted chunk stays in its
+    cohort's count until it comes back or is forgotten, so misses are measured as well as hits.
     """
 
     def __init__(self, runs: Runs) -> None:
@@ -273,9 +273,9 @@ class LearningShadow(Shadow):
         self._left = _SHORTEST  # requests and misses until the next epoch
         self._until_learning = 0
         self._date = runs.column("I")  # epoch of the last use
-        self._risk = runs.column("I")  # chunks in the count of a cohort
-        self._class = runs.column("B")  # of that cohort
-        self._since = runs.column("I")  # epoch of that cohort
+        self._risk = runs.column("I")  # chunks in a cohort's `at_risk`
+        self._class = runs.column("B")  # class of the cohort
+        self._since = runs.column("I")  # epoch of the cohort
         self._facts = runs.column("B")  # what it was stored behind, flags, and uses
         self._length = runs.column("B")  # chunks that its request stored up to its end
         self._cohorts: dict[int, _Cohort] = {}  # by epoch * _CLASSES + class
@@ -283,13 +283,13 @@ class LearningShadow(Shadow):
         self._hazards = Hazards(_CLASSES)
 
     def note_new(self, run: int, is_part: bool) -> None:
-        """`run` was not known before. Call it before `insert`."""
+        """Note the facts of a run that was not known before. Called before `insert`."""
         before, facts = self._parent[run], self._facts
         behind = _PART if is_part else _NEW if not before else _BRANCH if facts[before] & _FOLLOWED else _CONTINUED
         facts[run] = behind | _FIRST
         self._length[run] = 1
         if before and before == self._tip != self._hit:
-            self._add_uses(before, 1)  # it was a miss here, so `_used` does not count it
+            self._add_uses(before, 1)  # it was a miss of this shadow, so `_used` does not count it
         if before and not is_part:
             facts[before] |= _FOLLOWED
 
@@ -312,7 +312,7 @@ class LearningShadow(Shadow):
         self._length[head] = max(1, self._length[run] - self._size[run])
         for column in (self._date, self._since, self._class):
             column[head] = column[run]
-        if self.held[run] <= self._size[head]:  # its end and the first of its evicted chunks
+        if self.held[run] <= self._size[head]:  # `head` has its end and the first of its evicted chunks
             risk[head] = max(0, risk[run] - self._size[run])
             risk[run] -= risk[head]
         super().split(run, head, is_end)
@@ -340,7 +340,7 @@ class LearningShadow(Shadow):
             self._append(run)
 
     def _evicted(self, run: int, count: int) -> None:
-        more = count - (not self.held[run])  # the end goes on as an evicted chunk
+        more = count - (not self.held[run])  # the end still counts, now as an evicted chunk
         if more and self._risk[run]:
             self._risk[run] += more
             self._cohort(run).at_risk += more
@@ -389,7 +389,7 @@ class LearningShadow(Shadow):
         return self._cohorts[self._since[run] * _CLASSES + self._class[run]]
 
     def _join(self, run: int) -> _Cohort:
-        """Add an end to the cohort that it belongs to."""
+        """Add an end to its cohort, which begins if necessary; returns the cohort."""
         self.forget(run, self._risk[run])
         facts = self._facts[run]
         uses = facts // _USE
@@ -408,18 +408,18 @@ class LearningShadow(Shadow):
         return cohort
 
     def _leave_cohort(self, run: int, count: int) -> int:
-        """Take up to `count` chunks of a run out of its cohort's count; returns how many."""
+        """Take up to `count` chunks of a run out of its cohort's count; returns the number taken."""
         left = min(count, self._risk[run])
         self._cohort(run).at_risk -= left
         self._risk[run] -= left
         return left
 
     def _is_end_at_risk(self, run: int) -> bool:
-        """Whether the last chunk of a run that the shadow contains is at risk, besides those that it evicted."""
+        """Whether a run's last chunk in the shadow counts as at risk, besides the run's evicted chunks."""
         return self._risk[run] > self._size[run] - self.held[run]
 
     def _come_back(self, run: int, count: int) -> None:
-        """Up to `count` chunks of a run that are at risk were used."""
+        """Count a use of up to `count` chunks of a run that are at risk."""
         if self._risk[run]:
             cohort = self._cohort(run)
             self._hazards.came_back(cohort.kind, self.epoch - cohort.epoch, self._leave_cohort(run, count))

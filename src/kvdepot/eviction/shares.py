@@ -1,16 +1,16 @@
 """Shares of a bounded space: how much of it each account has, and whose entry is evicted when space is needed. Pure.
 
-The arena (core/index/accounts.py) and each disk tier (tiers/disk/ledger.py) divide their bytes like this. Each tenant
-with a quota has a share, and so has each cache salt with one, which does not count for its tenant then; all others have
-one share together, "the rest". A share has a policy of its own, so that a victim is found among its entries alone.
+The arena (core/index/accounts.py) and each disk tier (tiers/disk/ledger.py) divide their bytes into shares. Each tenant
+with a quota has a share. So has each cache salt with a quota, whose bytes then do not count for its tenant. All others
+have one share together, "the rest". A share has a policy of its own, so that a victim is found among its entries alone.
 
-Invariants: a reservation for one share takes no other below its floor. No share is above its cap, except after its
-quota was lowered or a restart, until its owner has evicted the excess.
+Invariants: a reservation for one share takes no other below its floor. No share is above its cap, except after a
+lowered quota or a restart, until the owner of the space has evicted the excess.
 
-**Who gives up space.** A share that would exceed its cap evicts its own entries. Otherwise the one with the highest
-level does: the bytes above its floor, divided by its weight, where the share that reserves counts the bytes that it
-asks for. This is weighted max-min fairness (Bertsekas and Gallager, "Data Networks", 1992): what some do not use goes
-to the others in the proportion of their weights.
+**Who gives up space.** A share that would exceed its cap evicts its own entries. Otherwise the share with the highest
+level does. A share's level is its bytes above its floor, divided by its weight; the share that reserves also counts the
+bytes that it asks for. This is weighted max-min fairness (Bertsekas and Gallager, "Data Networks", 1992): space that
+some shares do not use goes to the others in proportion to their weights.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class FairShare:
         """evictable: whether an entry may be evicted now."""
         self.policy = policy
         self.used = 0  # bytes that count for the cap, including reserved ones
-        self.leaving = 0  # those of them that no eviction would free: they are being written, saved or removed
-        self.spare = 0  # bytes above the floor, without those leaving; negative below it
+        self.leaving = 0  # bytes of `used` that no eviction frees, because they are being written, saved or removed
+        self.spare = 0  # bytes above the floor without the leaving ones; negative: below the floor
         self._evictable = evictable
         self._capacity = capacity
         self.set_bounds(0, 0, 1.0)
@@ -41,7 +41,7 @@ class FairShare:
         return f"<{type(self).__name__} {self.used} bytes, floor {self.floor}, cap {self.cap}, weight {self.weight:g}>"
 
     def set_bounds(self, floor: int, cap: int, weight: float) -> None:
-        """floor, cap: bytes; a cap of 0 is none."""
+        """floor, cap: bytes; cap 0: without a cap."""
         self.floor, self.weight = floor, weight
         self.spare = self.used - self.leaving - self.floor
         self.is_capped = 0 < cap < self._capacity
@@ -57,7 +57,7 @@ class FairShare:
         self.spare += size
 
     def mark_leaving(self, size: int) -> None:
-        """Count `size` bytes more as leaving; fewer if negative."""
+        """Count `size` more bytes as leaving, or fewer if negative."""
         self.leaving += size
         self.spare -= size
 
@@ -79,12 +79,13 @@ def victim_for(
 ) -> Victim | None:
     """The entry to evict next for a reservation of `size` bytes by a share, taken out of its policy's queue.
 
-    None if none may be evicted for it. by: None: for no share in particular, so that every floor holds. charge_of: the
-    bytes that an entry's eviction frees. The caller removes the entry, or returns it to its policy.
+    Returns None if no entry may be evicted. by: the share that reserves; None: no particular share, so that every floor
+    holds. charge_of: the bytes that an entry's eviction frees. The caller removes the entry, or returns it to its
+    policy.
 
-    depth: where the reservation's request stands among queued requests, which want entries (core/index/wants.py). Its
-    own share gives up entries that are wanted behind it, a share above its level all wanted entries, and a share below
-    its level none. None: no wanted entry may go.
+    depth: the place of the reservation's request among queued requests, which want entries (core/index/wants.py). Its
+    own share gives up entries that are wanted behind this depth. A share with a higher level gives up all wanted
+    entries, and a share with a lower level none. None: no wanted entry may be evicted.
     """
     mine, others = (inf, inf) if depth is None else (depth, -1.0)
     if len(shares) == 1:
@@ -119,7 +120,7 @@ def victim_for(
 def _victim_above_floor(
     share: ShareT, by: ShareT | None, charge_of: Callable[[Victim], int], depth: float
 ) -> Victim | None:
-    """The next victim of a share, unless that would take it below its floor for another one."""
+    """The next victim of a share; None if its eviction would take the share below its floor for another share."""
     victim = share.victim(depth)
     if victim is None or share is by or share.spare >= charge_of(victim):
         return victim

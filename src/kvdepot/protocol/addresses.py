@@ -18,7 +18,7 @@ _PORT = re.compile(r"0*[1-9][0-9]{0,4}")
 
 
 def socket_path(url: str) -> Path | None:
-    """The file of a unix socket; None for TCP and for abstract sockets (`ipc://@NAME`), which have none."""
+    """The file of a unix socket; None for TCP and for abstract sockets (`ipc://@NAME`), which have no file."""
     return Path(url[len("ipc://") :]) if url.startswith("ipc://") and not url.startswith("ipc://@") else None
 
 
@@ -29,8 +29,8 @@ def is_ipv6(url: str) -> bool:
 
 
 def split_authority(text: str) -> tuple[str, str] | None:
-    """Host and port of `HOST`, `HOST:PORT` or `[IPV6]:PORT`, all of it; the port may be empty. None: it is no such
-    text. The host is without brackets."""
+    """The host, without brackets, and the port (may be empty) in `HOST`, `HOST:PORT` or `[IPV6]:PORT`. None: the text
+    has another form."""
     found = _AUTHORITY.fullmatch(text)
     return (found["ipv6"] or found["name"], found["port"] or "") if found else None
 

@@ -1,22 +1,23 @@
-"""Where single chunks are, as `Inspect` is answered. Plain data of messages."""
+"""The answer to `Inspect`: where single chunks are. Plain data of messages."""
 
 from __future__ import annotations
 
 import msgspec
 
 MOST_HASHES, MOST_CHUNKS = 16, 2048
-"""Hashes in one request, and parts of chunks in its answer: the deciding thread takes some 4 us for each part."""
+"""The most hashes in a request, and the most parts of chunks in its answer: each part takes the deciding thread 4
+us."""
 
 
 class ChunkStatus(msgspec.Struct, frozen=True):
     """One KV cache group's part of a chunk in memory.
 
-    group, reach: which group, and how many chunks before a boundary resuming needs of it (0: all). position: chunks
-    from the prompt's start to its end; 0: not known, or a part of a bounded group.
-    state: ready, storing, corrupt (no hit until it is stored again), or leaving (forgotten or expired).
-    held: pins of requests and leases that end with it, and copies in progress; a pin of a deeper chunk holds the chunks
-    before it, too. leased: leases that keep it. tiers: those that probably have it. age_s: seconds since it was
-    computed; None: it is being stored.
+    group, reach: the group's number, and the number of its chunks before a boundary that resuming needs (0: all).
+    position: the number of chunks from the prompt's start to this one; 0: not known, or a part of a bounded group.
+    state: ready, storing, corrupt (no hit until it is stored again), or leaving (forgotten or expired). held: the
+    number of pins of requests and leases that end with it, and of its copies in progress; a pin of a later chunk also
+    holds the chunks before. leased: the number of leases that keep it. tiers: the tiers that probably have it. age_s:
+    seconds since it was computed; None: it is being stored.
     """
 
     tenant: str

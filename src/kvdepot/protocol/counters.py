@@ -31,8 +31,8 @@ class Counted(NamedTuple):
 
     @property
     def series(self) -> str:
-        """Its name in Prometheus, without prefix and `_total`. It tells the unit: of what is counted in shards, what
-        `name` calls chunks are shards; of objects and files, `name` is only what happened to them."""
+        """The counter's name in Prometheus, without prefix and `_total`; it contains the unit. If the unit is shards,
+        `_chunks` in `name` becomes `_shards`; if it is objects or files, the unit is appended."""
         if self.unit == "shards":
             return self.name.removesuffix("_chunks") + "_shards" * self.name.endswith("_chunks")
         if self.unit in ("objects", "files"):
@@ -317,12 +317,12 @@ class Counters(dict[str, int]):
 
 
 def refusal(counted: Counted) -> str:
-    """The kind of thing that the counter counts refusals of, by limits or keys; empty: it counts none."""
+    """The kind of requests or things whose refusals a counter counts; empty: it counts no refusals."""
     return counted.name.removesuffix(_REFUSED) if counted.name.endswith(_REFUSED) else ""
 
 
 def losses(status: Status) -> list[Loss]:
-    """Evictions, failures and refusals that are not 0: the server's, then each tier's, in the table's order."""
+    """Evictions, failures and refusals that are not 0: the server's, then each tier's, in the order of the table."""
     tables = [(SERVER, status.counters, ""), *((TIER, tier.counters, tier.name) for tier in status.tiers)]
     return [
         Loss(tier or counted.where, counted.loss, count, counted.name)

@@ -1,4 +1,4 @@
-"""CURVE keys: who may use a server that other users or hosts can reach.
+"""CURVE keys decide who may use a server that other users or hosts can reach.
 
 CURVE (https://rfc.zeromq.org/spec/26) encrypts a connection and authenticates both ends. `kvdepot keygen` writes a
 folder; the server reads all of it, each client one file. Invariant: no secret appears in a message, repr or log.
@@ -34,7 +34,7 @@ _SERVER = "server"
 _NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 OWN_TENANT, ALL_TENANTS = b"kvdepot", b"kvdepot-all-tenants"
-"""ZAP domains: of sockets that give clients their own tenant's chunks, and of those that publish every tenant's."""
+"""ZAP domains: of sockets that serve a client its own tenant's chunks, and of those that publish every tenant's."""
 _MOST_BYTES = 16 << 20
 
 
@@ -55,7 +55,8 @@ class Key:
 
 @dataclass(frozen=True)
 class KeyOwner:
-    """A client whose key the server knows. tenant: the only one whose chunks it can reach; empty: it has no limit."""
+    """A client whose key the server knows. tenant: the only one whose chunks it can reach; empty: without this
+    limit."""
 
     name: str
     tenant: str = ""
@@ -63,7 +64,7 @@ class KeyOwner:
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """The server's own key, and its clients by their public keys (32 bytes)."""
+    """The server's own key, and the owners of the clients' keys, by public key (32 bytes)."""
 
     key: Key
     clients: dict[bytes, KeyOwner]
@@ -80,8 +81,8 @@ class ServerKeys:
         return next((client.tenant for client in self.clients.values() if client.name == user), "")
 
     def admit(self, name: str) -> Key | None:
-        """Make a key, in no file, for a client without a tenant; None if clients need no keys. name: not a valid name
-        in a key file, so no other has it."""
+        """Make a key, in no file, for a client without a tenant; None if clients need no keys. name: one that is not
+        valid in a key file, so that no other client has it."""
         assert not _NAME.fullmatch(name), name
         if not self.key.public:
             return None
@@ -120,9 +121,9 @@ def refuse_open(url: str) -> None:
 
 
 def read_secret(path: Path, forbidden: int = 0o077) -> bytes:
-    """Read a file that other users can neither read nor change. Raises ConfigError, without a word of the file.
+    """Read a file that others can neither read nor change. Raises ConfigError, whose text quotes nothing of the file.
 
-    forbidden: bits that its mode must not have.
+    forbidden: the bits that the file's mode must not have.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -276,15 +277,16 @@ class Gate:
         self.socket.bind("inproc://zeromq.zap.01")
 
     def guard(self, socket: zmq.Socket[bytes], key: Key, domain: bytes = OWN_TENANT) -> None:
-        """Admit only clients with known keys to a socket; to the domain ALL_TENANTS only those that are not bound to a
-        tenant. Call it before the socket is bound."""
+        """Admit only clients with known keys to a socket; in the domain ALL_TENANTS, only clients that are not bound to
+        a tenant. Called before the socket is bound."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, domain)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer, ZeroMQ refuses the client
 
     def answer(self) -> bool:
-        """Answer one request; returns whether the client was admitted. Its name becomes the message's `User-Id`."""
+        """Answer one request; returns whether the client was admitted. Its name becomes the `User-Id` of its
+        messages."""
         frames = self.socket.recv_multipart()
         client = None
         if len(frames) == 7 and frames[0] == b"1.0" and frames[5] == b"CURVE":

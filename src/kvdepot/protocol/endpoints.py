@@ -1,4 +1,4 @@
-"""Binding sockets to endpoints: unix sockets are for this user alone, and each belongs to one process.
+"""Binds sockets to endpoints. A unix socket is for this user alone, and belongs to one process.
 
 Invariant: no file of another user or program is removed. (ZeroMQ itself removes whatever is at the path it binds to.)
 """
@@ -43,11 +43,11 @@ def listen(listener: zmq.Socket[bytes], url: str) -> None:
 
 
 class Binding:
-    """A socket bound to an endpoint. If that is a unix socket, others may later remove or replace its file."""
+    """A socket bound to an endpoint. If the endpoint is a unix socket, others may later remove or replace its file."""
 
     def __init__(self, listener: zmq.Socket[bytes], url: str) -> None:
         self.obstacle = ""
-        """Why new clients cannot connect, and what to do: others have removed or replaced our socket's file."""
+        """Why new clients cannot connect, because the socket's file was removed or replaced; empty: they can."""
         self._socket = listener
         self._url = url
         self._path = socket_path(url)
@@ -65,7 +65,6 @@ class Binding:
             self._is_hidden = self._rename(self._path, self._path.with_name(self._path.name + _ASIDE))
 
     def show(self) -> None:
-        """Rename the unix socket back after `hide`."""
         if self._path is not None and self._is_hidden:
             self._is_hidden = not self._rename(self._path.with_name(self._path.name + _ASIDE), self._path)
 
@@ -78,7 +77,7 @@ class Binding:
         return True
 
     def check(self) -> None:
-        """Check that our file is still in place; bind again if it was removed."""
+        """Check that the socket's own file is still there; bind again if it was removed."""
         if self._path is None or self._file is None or self._is_hidden:
             return
         try:
@@ -108,7 +107,7 @@ def holder(url: str) -> str:
 
 
 def _locker(lock: Path) -> str:
-    """Who has locked a file: `pid N`, or `a process` if the file does not say; empty if it is not locked."""
+    """The process that has locked a file: `pid N`, or `a process` if the file does not say; empty: it is not locked."""
     try:
         fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -120,7 +119,7 @@ def _locker(lock: Path) -> str:
 
 
 def _read_holder(fd: int) -> str:
-    """The text that `Claim` wrote: `pid N`, with the host or container if that is not ours; empty if there is none."""
+    """The text that `Claim` wrote: `pid N`, with the host or container if it is not this one; empty: none."""
     pid, _, host = os.pread(fd, 300, 0).decode(errors="replace").strip().partition(" ")
     if not pid.isdecimal():
         return ""
@@ -138,7 +137,7 @@ def make_folder(url: str) -> None:
 
 
 def lock_file(path: Path) -> Path:
-    """The file beside a unix socket that its server has open and locked."""
+    """The file beside a unix socket that the server keeps open and locked."""
     return path.with_name(path.name + _LOCK)
 
 
@@ -148,21 +147,21 @@ def start_lock(path: Path) -> Path:
 
 
 def is_on_demand(url: str) -> bool:
-    """Whether a server that an engine started is at a unix socket, or is about to be."""
+    """Whether a server that an engine has started serves a unix socket, or is about to."""
     path = socket_path(url)
     return path is not None and bool(_locker(start_lock(path)))
 
 
 def is_coming(url: str) -> bool:
-    """Whether a process holds a unix socket, or was started to: a server is there, or about to be."""
+    """Whether a server serves a unix socket, or is about to."""
     return bool(holder(url)) or is_on_demand(url)
 
 
 def note_serving(url: str) -> None:
-    """Record for engines that the server which one of them has started serves: its start has not failed."""
+    """Record that the server which an engine has started serves, so that engines know that the start has not failed."""
     path = socket_path(url)
     if path is not None:
-        with contextlib.suppress(OSError):  # none has started it
+        with contextlib.suppress(OSError):  # no engine has started it
             flags = os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
             os.close(os.open(start_lock(path), flags))
 
@@ -188,7 +187,7 @@ class Claim:
     """The exclusive right to listen at an endpoint; only unix sockets need one. Close it after ZeroMQ's socket."""
 
     def __init__(self, url: str, setting: str) -> None:
-        """setting: which setting to change if the endpoint is taken; for the error. Raises Unavailable."""
+        """setting: the name of the setting to change if the endpoint is taken, for the error. Raises Unavailable."""
         self._url = url
         self._setting = setting
         self._fd = -1
@@ -257,6 +256,6 @@ class Claim:
 
     def close(self) -> None:
         """Remove the socket's file and release the lock."""
-        if self._fd >= 0 and locks.leads_to(self._lock, self._fd):  # else another server may be there
+        if self._fd >= 0 and locks.leads_to(self._lock, self._fd):  # otherwise another server may serve there
             self._path.unlink(missing_ok=True)
         self._give_back()

@@ -16,7 +16,8 @@ from msgspec import Meta
 
 
 class Figure(NamedTuple):
-    """One figure. path: of the field, from its struct. metric: its name in Prometheus, without prefix and `_total`.
+    """One figure. path: the path of its field in the struct. metric: its name in Prometheus, without prefix and
+    `_total`.
 
     kind: `counter`; `gauge`; or `line`, a gauge that the history keeps for a chart, as it does all counters.
     """
@@ -27,12 +28,12 @@ class Figure(NamedTuple):
     meaning: str
 
     def of(self, owner: object) -> Any:
-        """Its value in a struct; None if it is not known."""
+        """The figure's value in a struct; None: not known."""
         return attrgetter(self.path)(owner)
 
 
 def _declare(kind: str, meaning: str, metric: str = "") -> Meta:
-    """The annotation of a field that is a figure. metric: empty: the name of the field."""
+    """The annotation of a field that is a figure. metric: its name in Prometheus; empty: the name of the field."""
     return Meta(description=meaning, extra={"kind": kind, "metric": metric})
 
 

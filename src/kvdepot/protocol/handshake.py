@@ -1,6 +1,6 @@
 """The handshake: client and server prove to each other that they belong to the same user.
 
-Used by client/servers.py and core/connections.py. It only computes; it does no I/O.
+Used by client/servers.py and core/connections.py. No I/O.
 
 The threat: any user of a host can listen on, and connect to, an abstract unix socket (`ipc://@name`) or a free loopback
 port. An impostor as the server could make an engine decode anything; an impostor as a client could read and write the
@@ -26,9 +26,9 @@ only the names of its liveness file (which every user can list), engine and host
 That alone would not stop a man in the middle who forwards the handshake to a real server and then forges answers, or
 who takes over the address when the server ends, to which ZeroMQ reconnects by itself. So where one is possible, both
 ends **seal** every further message with a counter and a keyed BLAKE3 MAC, under a key derived from both secrets and the
-terms. None is possible on a unix socket in a folder that only the user (and root) can change, nor with CURVE, which
-authenticates each message itself. A server that all users can reach refuses clients that do not seal; whether messages
-are sealed is part of the terms, so a man in the middle cannot change it.
+terms. A man in the middle is impossible on a unix socket in a folder that only the user (and root) can change, and with
+CURVE, which authenticates each message itself. A server that all users can reach refuses clients that do not seal;
+whether messages are sealed is part of the terms, so a man in the middle cannot change it.
 
     sealed request   [id: 8 bytes][0xc1][counter: 8 bytes][mac: 16 bytes][body]
     sealed reply     [id: 8 bytes][boot: 8 bytes][0xc1][counter: 8 bytes][mac: 16 bytes][body]
@@ -36,9 +36,9 @@ are sealed is part of the terms, so a man in the middle cannot change it.
 No msgpack value begins with 0xc1. The counter increases with each message in one direction, so no message can be
 repeated or reordered. A man in the middle can still read hashes and counts, and delay or drop messages.
 
-Rejected: CURVE keys made from the files (clients would have to know which file before they have asked, and ZeroMQ keeps
-keys across reconnects, so they could not change when a server restarts); sealing everywhere (about a tenth of a small
-lookup's time, for nothing where the kernel already guards the socket).
+Rejected: CURVE keys made from the files. Clients would have to know which file before they have asked, and ZeroMQ keeps
+keys across reconnects, so the keys could not change when a server restarts. Rejected: sealing everywhere. It takes
+about a tenth of a small lookup's time, for nothing where the kernel already guards the socket.
 """
 
 from __future__ import annotations
@@ -93,10 +93,11 @@ class Offer:
         self._liveness_secret = liveness_secret
 
     def accept(self, proof: wire.Proof, boot: bytes, arena_secret: bytes) -> tuple[wire.Prove, Seal | None]:
-        """Check the server's proof; returns our own, and the seal for further messages (None: they are not sealed).
+        """Check the server's proof; returns the client's, and the seal for further messages (None: they are not
+        sealed).
 
-        boot: the same in the reply and in the arena's header. arena_secret: from the arena's file. Raises Unavailable
-        if the proof is wrong.
+        boot: the boot id, which the reply and the arena's header have. arena_secret: the secret in the arena's file.
+        Raises Unavailable if the proof is wrong.
         """
         hello = self.hello
         terms = _Terms(hello.version, boot, proof.arena, hello.liveness, hello.nonce, proof.nonce, hello.sealed)
@@ -133,7 +134,7 @@ class Challenge:
 
 
 class End(enum.Enum):
-    """The two ends of a connection, and how many bytes before the seal the messages that each sends have."""
+    """The two ends of a connection, each with the number of bytes before the seal in the messages that it sends."""
 
     CLIENT = wire.ID_BYTES
     SERVER = wire.ID_BYTES + wire.BOOT_BYTES
@@ -171,7 +172,7 @@ class Seal:
 
 
 def is_sealed(frame: bytes, head: int = wire.ID_BYTES) -> bool:
-    """Whether a request carries a seal, valid or not. For a reply, give its head's length."""
+    """Whether a frame has a seal, valid or not. head: the bytes before the seal; the default is that of requests."""
     return frame[head : head + 1] == _MARK and len(frame) >= head + _SEAL_BYTES
 
 

@@ -1,4 +1,4 @@
-"""The health of a server: a headline, and for each problem what to do, in the words of page, commands and doctor."""
+"""The health of a server: a headline, and each problem with advice, in the words of page, commands and doctor."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _ADVICE = {counted.name: counted.advice for counted in SERVER}
 
 
 class Concern(msgspec.Struct, frozen=True):
-    """A problem, and what to do about it, as sentences."""
+    """A problem, and the advice against it, as sentences."""
 
     what: str
     advice: str
 
 
 class Health(msgspec.Struct, frozen=True):
-    """The state of a server that answers. level: `good` without concerns, else `look`. headline: a sentence."""
+    """The state of a server that answers. level: `good` without concerns, otherwise `look`. headline: a sentence."""
 
     level: str
     headline: str
@@ -58,7 +58,7 @@ def _concerns(status: Status, trouble: str, dropped: float) -> Iterator[Concern]
             yield Concern(f"{tier.name}: {tier.state}, retrying with backoff: {error}.", advice)
         elif (
             tier.capacity_bytes and tier.free_bytes is not None and tier.bytes is not None
-            # Others fill its file system, or it is smaller than the tier may grow; the alert has the same limits.
+            # Other files fill its file system, or that is smaller than the capacity; the alert has the same limits.
             and tier.free_bytes < 0.05 * tier.capacity_bytes and tier.bytes < 0.95 * tier.capacity_bytes
         ):  # fmt: skip
             what = f"{tier.name}: its file system is nearly full, though the tier has not reached its capacity."

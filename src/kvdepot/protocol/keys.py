@@ -1,16 +1,16 @@
 """Names of chunks: a chained hash of the tokens and of everything else that changes the KV bytes.
 
 Called by the client (adapters, connector). Tokens do not leave the engine's process, unless the engine describes its
-chunks to a server that publishes KV events; only for those does the server compare tokens with hashes.
-Invariant: equal keys mean equal bytes. So the hash covers everything that changes the KV of a chunk: the tokens of the
-chunk and of all chunks before it, and the salt, LoRA adapter and multimodal items of the request. What is fixed for an
-engine (model, weights, dtype, parallel shape) is the namespace, and the server keeps namespaces apart.
+chunks to a server that publishes KV events; only for those does the server compare tokens with hashes. Invariant: equal
+keys mean equal bytes. So the hash covers everything that changes the KV of a chunk: the tokens of the chunk and of all
+chunks before it, and the salt, LoRA adapter and multimodal items of the request. The facts that are fixed for an engine
+(model, weights, dtype, parallel shape) form the namespace, and the server keeps namespaces apart.
 
 The chain is BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs), 32 bytes, over the parent's hash and the token ids as
 little-endian uint32. It uses no seed of the process, so it is equal on every host and after every restart.
 
 A drafter's KV at a position may also depend on the tokens after it (EAGLE, MTP): the **lookahead**. The hash of each
-chunk then covers that many tokens after the chunk, too, so a chunk has a hash only once those are known.
+chunk then also covers that many tokens after the chunk, so a chunk has a hash only once these tokens are known.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def salt_tag(salt: str) -> bytes:
 
 
 def tenant_salt(tenant: str, tag: bytes) -> bytes:
-    """The salt that a tenant's chunks are stored under, given its tag; it differs between tenants."""
+    """The salt that a tenant's chunks are stored under, given a salt's tag; each tenant has another one for the same
+    tag."""
     if not tenant or not tag:
         return tag
     return bytes(
@@ -59,14 +60,15 @@ def tenant_salt(tenant: str, tag: bytes) -> bytes:
 
 
 def _derive(parent: bytes, text: bytes) -> bytes:
-    """Hash what is not tokens, in BLAKE3's key derivation mode, so that no sequence of tokens collides with it."""
+    """Hash bytes that are no tokens, in BLAKE3's key derivation mode, so that no sequence of tokens collides with
+    them."""
     return blake3(parent + text, derive_key_context="kvdepot 2026-11 chunk chain").digest()
 
 
 def engine_hash(chunk_hash: bytes) -> bytes:
     """The 32-byte key for a hash of any length that the engine computed itself (hash mode).
 
-    It has a root of its own, so it never equals a hash of our chain. Raises BadRequest if it is not bytes.
+    Its root is another one, so it never equals a hash of a `ChunkChain`. Raises BadRequest if the hash is not bytes.
     """
     if not isinstance(chunk_hash, bytes):
         raise BadRequest(f"a block hash must be bytes, not {type(chunk_hash).__name__}")
@@ -102,14 +104,13 @@ class ChunkChain:
         self.root = root
         self.hashes = bytearray()
         self._end = _End()
-        self._tokens: list[int | _End] = [self._end]  # hashed so far, and the end
+        self._tokens: list[int | _End] = [self._end]  # the tokens hashed so far, and the end
 
     def __len__(self) -> int:
         return len(self.hashes) // HASH_BYTES
 
     @property
     def covered(self) -> int:
-        """Tokens that the hashes cover."""
         return len(self) * self.chunk_size + self.lookahead if self.hashes else 0
 
     def parent(self, chunk: int) -> bytes:
@@ -139,17 +140,17 @@ class ChunkChain:
         self._tokens[-1:-1] = token_ids[covered : self.covered]
 
     def _is_prefix(self, token_ids: Sequence[int]) -> bool:
-        """Whether these begin with the tokens hashed before: one pass in C, without a copy of a list of 128k tokens."""
+        """Whether these tokens begin with those hashed before: one pass in C, without a copy of 128k tokens."""
         given = token_ids if isinstance(token_ids, list) else list(token_ids)
         if len(given) == len(self._tokens) - 1:
             return given == self._tokens[:-1]
         self._end.is_reached = False
-        with contextlib.suppress(TypeError):  # what is no token id cannot be compared
+        with contextlib.suppress(TypeError):  # values that are no token ids cannot be compared
             _ = self._tokens < given
         return self._end.is_reached
 
     def grow(self, token_ids: Sequence[int], extras: Sequence[tuple[int, bytes]] = ()) -> None:
-        """`extend` by tokens after those hashed before, which are not compared: takes time for new tokens only."""
+        """Like `extend`, but the tokens hashed before are not compared, so it takes time for new tokens only."""
         size, first, end = self.chunk_size, len(self), (len(token_ids) - self.lookahead) // self.chunk_size
         if end <= first:
             return
@@ -169,8 +170,8 @@ class ChunkChain:
     def tail(self, token_ids: Sequence[int], end: int, extras: Sequence[tuple[int, bytes]] = ()) -> bytes:
         """The key of the tokens after the last whole chunk, up to the first `end` tokens; it equals no whole chunk's.
 
-        token_ids, extras: as of `extend`, of the tokens that are hashed and perhaps more. Needs a chain without
-        lookahead whose hashes reach to the tail.
+        token_ids, extras: see `extend`; they may go beyond `end`. Needs a chain without lookahead whose hashes reach to
+        the tail.
         """
         first = end // self.chunk_size
         start = first * self.chunk_size

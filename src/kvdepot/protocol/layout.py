@@ -1,4 +1,4 @@
-"""Layouts: where the bytes of each block are, as segments of the memory of an engine's worker.
+"""Layouts say where the bytes of each block are, as segments of the memory of an engine's worker.
 
 Used by the client to describe its paged KV tensors. The server knows `BlockFormat` alone. No torch, no I/O.
 A block is bytes: no format is known by name (NHD, HND, MLA, fp8); shapes and strides are enough.
@@ -25,22 +25,22 @@ from blake3 import blake3
 from kvdepot.errors import LayoutError
 
 MAX_SEGMENTS = 1 << 16
-"""Segments in one layout; tensors more scattered than this cannot be copied at a useful speed."""
+"""The most segments in one layout; tensors that are more scattered cannot be copied at a useful speed."""
 MAX_BLOCK_BYTES = 1 << 40
 
 
 class BlockFormat(msgspec.Struct, frozen=True, array_like=True):
     """The part of a worker's layout that a server knows.
 
-    fingerprint: 32 bytes, equal for two workers exactly when the bytes of a chunk mean the same. block_bytes: of a
-    block, over all layers of the KV cache group.
+    fingerprint: 32 bytes, equal for two workers exactly when the bytes of a chunk mean the same. block_bytes: the bytes
+    of a block, over all layers of the KV cache group.
     """
 
     fingerprint: bytes
     block_bytes: int
 
     def check(self) -> None:
-        """Raise LayoutError for what no worker registers."""
+        """Raise LayoutError for values that no worker registers."""
         if len(self.fingerprint) != 32:
             raise LayoutError(f"a layout's fingerprint has {len(self.fingerprint)} bytes, not 32")
         if not 0 < self.block_bytes <= MAX_BLOCK_BYTES:
@@ -51,7 +51,7 @@ class TensorView(NamedTuple):
     """One layer's paged KV as strided bytes in memory of this process. Strides and offset in bytes.
 
     mapping: names the memory, such as a torch storage, within this process; mapping_bytes: its size. numbers: the data
-    types of a block's bytes, as in `Layout`; one: of all; empty: that is the first word of `dtype`.
+    types of a block's bytes, as in `Layout`; a single one holds for all bytes; empty: the first word of `dtype`.
     """
 
     name: str
@@ -102,7 +102,6 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def format(self) -> BlockFormat:
-        """The part that a server is told."""
         return BlockFormat(self.fingerprint, self.block_bytes)
 
     def check(self) -> None:
@@ -200,7 +199,7 @@ def build_layout(views: Sequence[TensorView], block_axes: Sequence[int]) -> Layo
     mappings: dict[str, Mapping] = {}
     numbers: dict[str, int] = {}
     segments: list[Segment] = []
-    types: list[tuple[tuple[str, int], ...]] = []  # of each segment
+    types: list[tuple[tuple[str, int], ...]] = []  # data types of each segment
     identity = blake3(b"kvdepot layout 1")
     for view, axis in zip(views, block_axes, strict=True):
         number = numbers.setdefault(view.mapping, len(numbers))
@@ -214,7 +213,7 @@ def build_layout(views: Sequence[TensorView], block_axes: Sequence[int]) -> Layo
         if len(kinds) == 1:
             kinds = ((kinds[0][0], run_bytes),)
         elif len(runs) > 1 or sum(size for _, size in kinds) != run_bytes:
-            kinds = (("unknown", run_bytes),)  # they can be stored, not compared
+            kinds = (("unknown", run_bytes),)  # such bytes can be stored, not compared
         types += [kinds] * len(runs)
         identity.update(_meaning(view, axis))
         if len(segments) > MAX_SEGMENTS:
@@ -237,7 +236,7 @@ def build_layout(views: Sequence[TensorView], block_axes: Sequence[int]) -> Layo
 
 
 def _join(types: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """The data types of consecutive bytes, those that follow each other joined."""
+    """The data types of consecutive bytes, with neighbours of the same type joined."""
     grouped = itertools.groupby(types, key=lambda each: each[0])
     return [(name, sum(size for _, size in group)) for name, group in grouped]
 
@@ -252,7 +251,7 @@ def _runs(view: TensorView, axis: int) -> tuple[list[int], int]:
     if any(stride <= 0 for stride, _ in inner) or view.strides[axis] < 0:
         raise LayoutError(f"{view.name}: shape {view.shape}, strides {view.strides} overlap or run backwards")
     for (stride, size), (outer, _) in itertools.pairwise(inner):
-        if outer < stride * size:  # their order would not say in which order the values lie
+        if outer < stride * size:  # the order of the strides would not give the order of the values
             raise LayoutError(f"{view.name}: shape {view.shape}, strides {view.strides} overlap or interleave")
     run = view.item_bytes
     while inner and inner[0][0] == run:
@@ -280,10 +279,10 @@ def _meaning(view: TensorView, axis: int) -> bytes:
 
 
 def _merge(segments: Sequence[Segment]) -> tuple[list[Segment], list[int]]:
-    """Join segments that are adjacent in memory in every block, in whatever order they are given.
+    """Join segments that are adjacent in memory in every block; the order in which they are given does not matter.
 
-    Also returns the numbers of the given segments in the order of their bytes. Joined ones are in memory's order, at
-    the place of the first that was given; without any, the order is kept.
+    Also returns the numbers of the given segments in the order of their bytes. Joined segments are in the order of
+    memory, at the place of the one that was given first; other segments keep their order.
     """
     merged: list[tuple[list[int], Segment]] = []
     for number in sorted(range(len(segments)), key=lambda i: (segments[i].mapping, segments[i].offset)):

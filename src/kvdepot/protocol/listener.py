@@ -22,9 +22,9 @@ from kvdepot.protocol.monitor import Monitor, shut
 log = logging.getLogger(__name__)
 
 RECEIVED, SENT = 32, 1024
-"""Messages of one client that ZeroMQ queues, in each direction."""
+"""The most messages of one client that ZeroMQ queues: received and to be sent."""
 _CLIENT_FILES = 2
-"""Descriptors of a client besides its connection: its lease, open and mapped."""
+"""Descriptors of a client besides its connection: its liveness file, open and mapped."""
 _NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 """Flags as plain integers: enums and pyzmq's own multipart calls double the cost of a message."""
 _WATCHED = (
@@ -39,7 +39,8 @@ class Listener:
     """One endpoint, bound to a ROUTER socket."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], url: str, keys: str, most_bytes: int) -> None:
-        """Listen. keys: a folder of keys; empty admits all processes of this user. most_bytes: length of a message.
+        """Listen. keys: a folder of keys; empty: all processes of this user may connect. most_bytes: the longest
+        message.
 
         Raises ConfigError, Unavailable; the caller must then destroy `context`, which already has open sockets.
         """
@@ -55,7 +56,7 @@ class Listener:
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         # A client that finds the backlog full tries again, so clients do not connect faster than we can count them.
         socket.setsockopt(zmq.BACKLOG, max(1, min(128, hard // 64)))
-        # These bound the memory that one client can use: requests that wait for us, and replies it does not read.
+        # These limit the memory that one client can use, by requests and replies that are not read.
         socket.setsockopt(zmq.RCVHWM, RECEIVED)
         socket.setsockopt(zmq.SNDHWM, SENT)
         # ZeroMQ drops the connection above this size; below it, the sender gets an error (core/connections.py).
@@ -65,16 +66,16 @@ class Listener:
         self._most = 1 << 30
         self.binding = Binding(socket, url)
         self.wake_up = cast(int, socket.getsockopt(zmq.FD))
-        """ZeroMQ's notification descriptor; readable when an idle connection has something for us."""
+        """ZeroMQ's notification descriptor; readable when an idle connection has events."""
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """The sockets to poll besides `socket`; pass those that are ready to `turn`."""
+        """The sockets to poll besides `socket`; the caller passes the ready ones to `turn`."""
         return [self._monitor.socket] if self._gate is None else [self._monitor.socket, self._gate.socket]
 
     def take(self) -> tuple[list[bytes], str]:
-        """The next message's frames, and the name of its key's owner (empty without keys). Raises zmq.Again."""
+        """The next message's frames, and the name of the sender's key (empty without keys). Raises zmq.Again."""
         receive = self.socket.recv
         frames, last = [receive(_NOW)], receive(_NOW, copy=False)  # a message arrives whole
         frames.append(last.bytes)
@@ -93,12 +94,12 @@ class Listener:
         return True
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
-        """With keys, admit only clients without a tenant to another socket of the server."""
+        """If the server has keys, admit only clients without a tenant to another of its sockets."""
         if self._gate is not None:
             self._gate.guard(socket, self.keys.key, ALL_TENANTS)
 
     def share_out(self, clients: int) -> int:
-        """Divide the free descriptors; the maximum number of clients, at most `clients`."""
+        """Divide the free descriptors; returns the most clients that they allow, at most `clients`."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         left = limit - len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names, not paths
         # A reserve for connections that ZeroMQ accepts before it tells us.
@@ -106,7 +107,7 @@ class Listener:
         most = max(1, min(clients, left // (_CLIENT_FILES + 2)))
         if most < clients:
             log.warning("the limit of %d open files allows %d clients, not %d", limit, most, clients)
-        # Half of the rest is for clients that connect only to be refused, or to ask something and disconnect.
+        # Half of the rest is for clients that are refused, or that disconnect after one question.
         self._most = most + max(0, left - (_CLIENT_FILES + 1) * most) // 2
         return most
 
@@ -135,7 +136,7 @@ class Listener:
                 counters["handshakes_refused"] += 1
 
     def tick(self) -> None:
-        """Accept clients again after the limit was reached, or after our unix socket was removed."""
+        """Accept clients again after the limit was reached, or after the unix socket was removed."""
         if self._connections < self._most:
             self.binding.show()
         self.binding.check()

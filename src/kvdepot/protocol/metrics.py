@@ -1,4 +1,4 @@
-"""Request latencies, and events: core/ fills them in on the deciding thread, and a status carries them."""
+"""Latencies of requests, and events: core/ records them on the deciding thread, and a status contains them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["BOUNDS_S", "COMMANDS", "ENGINES", "INTERNAL", "Event", "Latencies", 
 BOUNDS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
-"""Upper bounds of the latency buckets, inclusive; one more bucket holds the rest."""
+"""Upper bounds of the latency buckets in seconds, inclusive; one more bucket has the longer latencies."""
 INTERNAL = frozenset({"Hello", "Prove", "Noop", "ChunkSize", "GetStatus"})
-"""Requests of the protocol itself and of who watches the server. Nobody's prompt waits for them, so they have no
-latencies."""
+"""Requests of the protocol itself and of observers of the server. No prompt waits for them, so their latencies are not
+measured."""
 ENGINES = ("Complete", "EndSession", "Lookup", "Register", "Retrieve", "Store")
 """Requests of running engines. In Prometheus their series begin at 0, and alerts are about them."""
 COMMANDS = frozenset(
     {"Count", "Drop", "EndLease", "EndQuarantine", "ForgetChunks", "Inspect"}
     | {"ListLeases", "SetQuota", "TakeLease", "Why"}
 )
-"""Requests that people make by commands and the web page. They are no engine's unless an engine makes them."""
+"""Requests that people make by commands and the web page. They count as an engine's only if an engine makes them."""
 
 
 class Latency(msgspec.Struct):
@@ -34,7 +34,7 @@ class Latency(msgspec.Struct):
     errors: int = 0
     sum_s: float = 0.0
     buckets: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
-    """Requests in each bucket alone; see BOUNDS_S."""
+    """The number of requests in each bucket alone; see BOUNDS_S."""
 
 
 class Latencies:
@@ -45,13 +45,13 @@ class Latencies:
         self._asked: dict[bytes, dict[bytes, tuple[str, float]]] = {}  # by client and request id: kind, start
 
     def begin(self, client: bytes, number: bytes, kind: str, now: float) -> None:
-        """A request was received. INTERNAL requests are not counted."""
+        """Note a received request. INTERNAL requests are not counted."""
         if kind in INTERNAL:
             return
         self._asked.setdefault(client, {}).setdefault(number, (kind, now))  # it may be sent again
 
     def end(self, client: bytes, number: bytes, failed: bool, now: float) -> None:
-        """It was answered. Requests that never began (INTERNAL, or not decoded) are not counted."""
+        """Note that a request was answered. Requests without a `begin` (INTERNAL, or not decoded) are not counted."""
         asked = self._asked.get(client, {})
         kind, began = asked.pop(number, ("", 0.0))
         if not asked:  # otherwise clients that never complete the handshake would stay forever
@@ -71,12 +71,12 @@ class Latencies:
         self._asked.pop(client, None)
 
     def figures(self) -> list[Latency]:
-        """One for each kind of request that was ever answered, sorted by name."""
+        """The latencies of each kind of request that was ever answered, sorted by name."""
         return [self._kinds[kind] for kind in sorted(self._kinds)]
 
 
 def percentile(buckets: Sequence[int], share: float) -> float:
-    """The time (s) within which this share of requests was answered; NaN if there were none.
+    """The seconds within which this share of requests was answered; NaN: there were none.
 
     Interpolates linearly within a bucket. Times beyond the last bound count as that bound.
     """

@@ -1,9 +1,9 @@
 """Connection events of a ZeroMQ socket: made, broken, refused.
 
-ZeroMQ's I/O thread, which all sockets of a context share, sends these events through a PAIR socket, and blocks forever
-if it cannot: after the reader has closed, or while the queue is full. So the reader is closed last, and the queue is
+ZeroMQ's I/O thread, which all sockets of a context share, sends these events through a PAIR socket. It blocks forever
+if it cannot send, because the reader has closed or the queue is full. So the reader is closed last, and the queue is
 unbounded. `zmq.utils.monitor` is not used because it imports asyncio, a tenth of a server's start; nor is
-`get_monitor_socket`, which names its address by descriptor: an earlier socket's may still exist.
+`get_monitor_socket`, which makes its address from the descriptor: an earlier socket's address may still exist.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _libc = ctypes.CDLL(None)
 
 
 class Monitor:
-    """The events of `socket` that are in the mask `events` (`zmq.EVENT_...`), from now until `close`.
+    """The events of `socket` in the mask `events` (`zmq.EVENT_...`), from now until `close`.
 
     Create and close it on the thread of `socket`. Raises zmq.ZMQError if the context has no sockets left.
     """
@@ -40,7 +40,7 @@ class Monitor:
             raise
 
     def read(self) -> Iterator[tuple[int, int]]:
-        """Each event since the last call, with its value: a descriptor, or as ZeroMQ defines for the event.
+        """Each event since the last call, with its value: a descriptor, or what ZeroMQ defines for the event.
 
         Never blocks. Ends early if the context was terminated.
         """
@@ -51,7 +51,7 @@ class Monitor:
             return
 
     def close(self) -> None:
-        """Close this before the watched socket. May be called twice, and after the context was terminated."""
+        """Called before the watched socket is closed. May be called twice, and after the context was terminated."""
         with contextlib.suppress(zmq.ZMQError):
             self._watched.disable_monitor()
         self.socket.close(linger=0)

@@ -12,7 +12,7 @@ from kvdepot.protocol.figures import gauge
 from kvdepot.values import size
 
 MOST_QUOTAS = 64
-"""Tenants and salts with a quota. An eviction compares all of them, and the status lists all of them."""
+"""The most tenants and salts with a quota. Each eviction compares all of them, and the status lists all of them."""
 MOST_WEIGHT = 1e6
 _MOST = 1 << 62
 
@@ -79,12 +79,12 @@ def shown_tag(tag: bytes) -> str:
 
 
 def name_of(tenant: str, tag: bytes) -> str:
-    """Whose quota it is, for people: a tenant's, or that of one cache salt (keys.salt_tag) of it."""
+    """The owner of a quota as people read it: a tenant, or one cache salt (keys.salt_tag) of a tenant."""
     if not tag:
         return tenant
     return f"salt {shown_tag(tag)} of {tenant or 'clients without a tenant'}"
 
 
 def shortest(*ttls_s: int) -> int:
-    """The limit that applies where each of these does, in seconds; 0 is none."""
+    """The shortest of these limits, in seconds; 0: no limit."""
     return min(filter(None, ttls_s), default=0)

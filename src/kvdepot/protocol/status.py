@@ -1,9 +1,8 @@
 """The status of a server: the schema that command line, HTTP, page and metrics read. Plain data.
 
 core/depot.py makes it as the answer to a request, and each part of the core fills in its fields; clients decode it with
-`read`. Sizes in bytes, times in seconds, counters since the server's start. A field that is a metric says so in its
-annotation (protocol/figures.py).
-Invariant: names here do not change; new fields have a default.
+`read`. Sizes are in bytes, times in seconds, and counters begin with the server. The annotation of a field says whether
+it is a metric (protocol/figures.py). Invariant: names here do not change; new fields have a default.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ __all__ = [
 ]
 
 OTHERS = "others"
-"""The name under which `usage`, `model_usage` and `other_namespaces` have the sum of those that they do not list."""
+"""The name of the entries that sum the tenants and models which `usage`, `model_usage` and `namespaces` do not list."""
 MOST_NAME = 256
 """Maximum length of a model name in `namespaces`; longer names are cut."""
 COMPARED = "Shards compared with what an engine computed, because it had just started or by `--verify-hits`."
@@ -61,9 +60,9 @@ class TokenCounts(msgspec.Struct, frozen=True):
 
 
 class AnswersStatus(msgspec.Struct, frozen=True):
-    """Whether a model's answers (decoded tokens) are stored, as one of its engines said last. mode: the engine's
-    `kvdepot.save_decode`. share: of decoded chunks, those that later prompts continued with lately; None if the engine
-    does not learn it, or has not judged enough requests."""
+    """Whether a model's answers (decoded tokens) are stored, as one of its engines reported last. mode: the engine's
+    `kvdepot.save_decode`. share: the share of decoded chunks that later prompts used lately; None: the engine does not
+    measure it, or has not judged enough requests."""
 
     mode: str
     stored: bool
@@ -73,8 +72,9 @@ class AnswersStatus(msgspec.Struct, frozen=True):
 class Usage(msgspec.Struct):
     """Prompt tokens since the start, as in `TokenCounts`, of one tenant, or of one model of a tenant.
 
-    model: empty: all of the tenant's. `OTHERS` as tenant and model: those that were first seen when there was no room
-    for more, and models that nothing is stored for. Who has an entry keeps it, so that no number ever falls.
+    model: empty: all models of the tenant. `OTHERS` as tenant and model: tenants and models that were first seen when
+    there was no room for more, and models without stored chunks. An entry is kept until the server ends, so that no
+    number ever falls.
     """
 
     tenant: str
@@ -90,8 +90,8 @@ class Usage(msgspec.Struct):
 class Histogram(msgspec.Struct, frozen=True):
     """Counts of values by range, since the start. name: one of DISTRIBUTIONS, or of TIER_DISTRIBUTIONS.
 
-    unit: of the values and of `sum`, their sum. bounds: upper bounds of the buckets, inclusive, increasing. counts: of
-    each bucket alone; one more than bounds, for values above the last.
+    unit: the unit of the values and of `sum`, their sum. bounds: upper bounds of the buckets, inclusive, increasing.
+    counts: the number of values in each bucket alone; one more bucket has the values above the last bound.
     """
 
     name: str
@@ -121,7 +121,7 @@ TIER_DISTRIBUTIONS = {
 class Saved(msgspec.Struct, frozen=True):
     """Tokens that engines loaded on all ranks instead of computing them, and the prefill time of these tokens.
 
-    prefill_s: at each engine's own measured speed; tokens of engines that report no speed count as no time.
+    prefill_s: seconds at each engine's own measured speed; tokens of engines that report no speed count as 0 s.
     """
 
     tokens: int = 0
@@ -132,9 +132,9 @@ class Engine(msgspec.Struct, frozen=True):
     """One client that looks up or has registered tensors: an engine's scheduler, or one of its workers.
 
     since_s, idle_s: seconds since it connected, and since its last message. queued: stores and retrieves in progress.
-    engine: the engine's name, as events have it; the same for all its processes. host, pid: of the process, as it sees
-    them itself: in a container, the container's. fault: why this worker neither stores nor loads, such as a self-test
-    that failed; empty if it does.
+    engine: the engine's name, as in events; all its processes have the same. host, pid: the process's own view of its
+    host and id; in a container, those of the container. fault: why this worker neither stores nor loads, such as a
+    failed self-test; empty: it does.
     """
 
     id: str
@@ -153,7 +153,7 @@ class Engine(msgspec.Struct, frozen=True):
 
 
 class GroupStatus(msgspec.Struct, frozen=True):
-    """One KV cache group of a model. reach: chunks before a boundary that resuming there needs of it; 0: all."""
+    """One KV cache group of a model. reach: its chunks before a boundary that resuming there needs; 0: all."""
 
     reach: int
     chunks: int
@@ -163,9 +163,10 @@ class GroupStatus(msgspec.Struct, frozen=True):
 class NamespaceStatus(msgspec.Struct, frozen=True):
     """Chunks of one model, parallel shape and layout, whose bytes are interchangeable.
 
-    chunk_tokens: tokens per chunk. chunks: of the KV cache group that has most of them. groups: all of them.
-    asked_tokens, found_tokens, reused_tokens: of all lookups of this tenant and model, see `TokenCounts`. Of several
-    namespaces of one model the largest has them and the others have 0, so that they can be added up.
+    chunk_tokens: tokens per chunk. chunks: the number in the KV cache group with the most chunks. groups: all KV cache
+    groups. asked_tokens, found_tokens, reused_tokens: tokens of all lookups of this tenant and model, see
+    `TokenCounts`. If a model has several namespaces, the largest has these tokens and the others have 0, so that
+    entries can be added up.
     """
 
     tenant: str
@@ -188,18 +189,18 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
 
 
 def added_up(parts: Sequence[NamespaceStatus], **facts: Any) -> NamespaceStatus:
-    """The first of these namespaces with the sums of all of them, and with these facts."""
+    """The first of these namespaces with the sums of all, and with these facts in place of its own."""
     numbers = ("chunks", "bytes", "engines", "lookup_chunks", "hit_chunks", "asked_tokens", "found_tokens")
     sums = {name: sum(getattr(each, name) for each in parts) for name in (*numbers, "reused_tokens")}
     return replace(parts[0], **sums, **facts)
 
 
 class TenantStatus(msgspec.Struct, frozen=True):
-    """The memory of one tenant or cache salt with a quota. tenant: empty for all clients without a tenant that has a
-    quota. salt: which salt of the tenant (quotas.shown_tag); empty: those that have no quota.
+    """The memory of one tenant or cache salt with a quota. tenant: empty: all tenants without a quota, and clients
+    without a tenant. salt: the name of a salt of the tenant (quotas.shown_tag); empty: all its salts without a quota.
 
-    used_bytes: what the arena holds for it, including what is being stored or loaded. evicted_chunks: for stores of any
-    tenant. disk_bytes: None: there is no local tier, or it has no quota.
+    used_bytes: its bytes of the arena, also those being stored or loaded. evicted_chunks: evicted for stores of any
+    tenant. disk_bytes: its bytes in local tiers; None: there is no local tier, or it has no quota.
     """
 
     tenant: str
@@ -216,8 +217,8 @@ class TierStatus(msgspec.Struct, frozen=True):
     """Storage behind memory. objects, bytes, capacity_bytes, free_bytes: None if the tier has not reported them, or has
     no file system.
 
-    state: `up`, `circuit breaker open`, or which calls fail while others succeed, such as `reads fail`.
-    error: the last error, empty if there was none; error_s: seconds since then.
+    state: `up`, `circuit breaker open`, or the calls that fail while others succeed, such as `reads fail`. error: the
+    last error, empty if there was none; error_s: seconds since then.
     """
 
     name: str
@@ -237,7 +238,7 @@ class TierStatus(msgspec.Struct, frozen=True):
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """A counter of evictions, failures or refusals: where, what happened, how often, and the counter's name."""
+    """A counter of evictions, failures or refusals: its group, what happened, how often, and the counter's name."""
 
     where: str
     what: str
@@ -248,11 +249,12 @@ class Loss(msgspec.Struct, frozen=True):
 class Mismatch(msgspec.Struct):
     """A comparison of an engine's KV with stored chunks that has shown a difference.
 
-    engine: that computed it. writer: the engine that had stored the chunk, or why it is not known. facts: `name: value
-    of the first | value of the second`, of those in which they differ. chunk: the hash of the chunk that differs most,
-    by `worst`; `chunks` differ by more than `limit`. parts: the difference of each part of that chunk, in the order of
-    its bytes, at most 1,024; None if its data type is not known. A part: what a tensor, its keys or values alone, or
-    tensors that are adjacent in memory have of a block. is_sample: whether it put the model into quarantine.
+    engine: the engine that computed the KV. writer: the engine that had stored the chunk, or why it is not known.
+    facts: the facts in which these engines differ, each as `name: value of engine | value of writer`. chunk: the hash
+    of the chunk with the largest difference, `worst`; `chunks` chunks differ by more than `limit`. parts: the
+    difference of each part of this chunk, in the order of its bytes, at most 1,024; None: unknown data type. A part is
+    the bytes in a block of a tensor, of its keys or values alone, or of tensors that are adjacent in memory. is_sample:
+    whether the mismatch put the model into quarantine.
     """
 
     wall_s: float
@@ -273,21 +275,22 @@ class Mismatch(msgspec.Struct):
 class Status(msgspec.Struct, kw_only=True):
     """The current state of one server. namespaces and engines are limited; their counts cover all.
 
-    tenants: those with a quota, also salts, and the others together; empty while there is no quota.
-    chunk_size_tokens: of engines that do not choose their own. chunks: a chunk of a model with several KV cache groups
-    counts once for each group that has it. cached_tokens: of each model, the tokens of the group that has most chunks.
+    tenants: tenants and salts with a quota, and an entry for all others; empty while there is no quota.
+    chunk_size_tokens: the chunk size of engines that do not choose their own. chunks: a chunk of a model with several
+    KV cache groups counts once for each group that has it. cached_tokens: the sum, over models, of the tokens of the
+    group with the most chunks.
 
     http: HOST:PORT where this server itself serves HTTP; empty if it does not.
-    http_failure: why it does not although it should, with what to do; empty if it does, or need not.
+    http_failure: why it does not serve HTTP although it should, with advice; empty if it does, or need not.
     unreachable: why no new client can connect although the server works; empty if they can.
-    kv_event_topics: distinct topics that engines name for their KV events.
-    tokens: of all lookups; usage: the same by tenant, model_usage: by tenant and model; each of them adds up to it.
-    other_namespaces: the sum of those that `namespaces` does not list; None if it lists all.
-    holds_s: of the last 4,096 evictions; None if nothing was evicted since the start.
+    kv_event_topics: the number of topics that engines name for their KV events.
+    tokens: the tokens of all lookups; usage: the same by tenant, model_usage: by tenant and model, with equal sums.
+    other_namespaces: the sum of the namespaces that `namespaces` does not list; None: it lists all.
+    holds_s: the median idle time of evicted chunks, over the last 4,096 evictions; None: nothing was evicted yet.
     mismatches: the latest first. quarantined: models whose chunks are misses, because a sampled hit differed.
     settings: by name, as text, without secrets (config.reported); empty for clients with a tenant.
-    host: name of the server's host.
-    wall_s: seconds since 1970 at the last tick, whole ones; use uptime_s for the time between two statuses.
+    host: the name of the server's host.
+    wall_s: whole seconds since 1970 at the last tick; use uptime_s for the time between two statuses.
     """
 
     version: str = ""
@@ -354,7 +357,7 @@ class Status(msgspec.Struct, kw_only=True):
 
 
 class Family(NamedTuple):
-    """Metrics of the rows of one kind. prefix: of their names. labels: by name, the field that has the value."""
+    """Metrics of the rows of one kind. prefix: of the metrics' names. labels: the fields of their values, by name."""
 
     prefix: str
     rows: type[msgspec.Struct]

@@ -1,11 +1,11 @@
-"""The trail of one request: what was looked up, loaded and stored for it, and why its prefix ended. Plain data."""
+"""The trail of a request: what was looked up, loaded and stored for it, and why its prefix ended. Plain data."""
 
 from __future__ import annotations
 
 import msgspec
 
 MOST_TRAILS = 512
-"""Requests whose trails a server keeps, the latest ones."""
+"""The number of latest requests whose trails a server keeps."""
 ENDS = {
     "whole": "all of it was found",
     "quarantine": "the model is in quarantine: see `kvdepot inspect --compare`",
@@ -25,10 +25,11 @@ ENDS = {
 class TrailLookup(msgspec.Struct, frozen=True):
     """One lookup; numbers are of whole chunks from the prompt's start.
 
-    at: seconds since 1970 of the answer. salted: the request has a cache salt. own: of `asked`, in the engine's own
-    cache, if it says so. in_memory: found before tiers were asked. tiers: bytes that were to be loaded, by tier. late:
-    tiers that were too slow. end: one of ENDS. next: the hash of the first chunk that was not found, in hex. gone_s:
-    seconds since that one was removed. branches: chunks that follow the last one found. None: unknown.
+    at: time of the answer, seconds since 1970. salted: the request has a cache salt. asked: chunks of the prompt. own:
+    chunks of these in the engine's own cache, if it reports them. in_memory: chunks found before tiers were asked.
+    found: chunks in the answer. tiers: by tier: bytes of the loads that were begun. late: tiers that were too slow.
+    end: one of ENDS. next: the hash of the first chunk that was not found, in hex. gone_s: seconds since that chunk was
+    removed. branches: number of chunks that follow the last found one. None: unknown.
     """
 
     at: int
@@ -50,12 +51,12 @@ class TrailLookup(msgspec.Struct, frozen=True):
 
 
 class Trail(msgspec.Struct):
-    """All that is kept about one request.
+    """The facts that are kept about one request.
 
-    lookups, errors: the last ones. shards: what became of those to load, to compare and to store; a chunk has one for
-    each rank and KV cache group. engine: tokens that its engine says it needed beyond its own cache, that of these were
-    here, and how many it loaded, or computed to compare them.
-    others: models with chunks that the last lookup did not search, and what differs.
+    lookups, errors: the last ones. shards: numbers of shards that were to be loaded, compared or stored, by what became
+    of them; a chunk has one for each rank and KV cache group. engine: numbers of tokens, as its engine reports them:
+    needed beyond its own cache, found here, loaded, and computed to compare them. others: similar models with chunks,
+    which the last lookup did not search, with their differences.
     """
 
     tenant: str

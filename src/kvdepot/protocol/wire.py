@@ -34,33 +34,33 @@ VERSION = 13
 ID_BYTES = 8
 BOOT_BYTES = 8
 MAX_REQUEST_ID = 4096
-"""Characters in a request id or a model name; longer ones are refused."""
+"""The most characters in a request id or a model name; longer ones are refused."""
 MAX_CHUNKS = 1 << 16
-"""Chunks that one request may name."""
+"""The most chunks that one request may name."""
 MAX_PLACES, MAX_PLACED_BYTES = 64, 32 << 20
-"""The answer to a lookup says where at most this many of the last chunks are, and of these bytes on each rank."""
+"""The most last chunks whose places the answer to a lookup gives, and the most bytes of them on each rank."""
 MAX_WRITER_RUNS = 16
-"""An answer names the writers of at most this many runs of chunks; who has stored the chunks behind is not known."""
+"""The most runs of chunks whose writers an answer names; the writers of the chunks behind these runs stay unknown."""
 MAX_TAILS = 64
-"""Tails that one lookup may name."""
+"""The most tails that one lookup may name."""
 MAX_PLACE = 1 << 31
-"""Places in a queue (`Lookup.place`) are from minus this to this."""
+"""The highest place in a queue (`Lookup.place`); the lowest is its negative."""
 MAX_GROUPS = 64
-"""KV cache groups of one model."""
+"""The most KV cache groups of one model."""
 MAX_CHUNK_TOKENS = 1 << 20
 MAX_FACTS = 64
-"""Facts of one engine."""
+"""The most facts of one engine."""
 MAX_CLIENT_NAME = 256
-"""Characters in the name of an engine, or of a liveness file."""
+"""The most characters in the name of an engine or of a liveness file."""
 MAX_TOPIC = 1024
-"""Bytes of a topic for KV events."""
+"""The most bytes of a topic for KV events."""
 MAX_ERROR = 1000
-"""Characters of an error's message that are sent; the rest is cut off."""
+"""The most characters of an error's message that are sent; the rest is cut off."""
 
 
 class _Shown(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
-        """Bytes are shown by their number: nonces and proofs are not for logs."""
+        """Show only the number of bytes in a byte string, because nonces and proofs must not be in logs."""
         values = ((name, getattr(self, name)) for name in self.__struct_fields__)
         shown = (f"{name}={f'{len(each)} bytes' if isinstance(each, bytes) else repr(each)}" for name, each in values)
         return f"{type(self).__name__}({', '.join(shown)})"
@@ -74,8 +74,8 @@ class Hello(_Message, frozen=True):
     """The first message. Answer: the fields of `Proof`. The version is the first field in every protocol version.
 
     liveness: the name of the client's liveness file (memory/shm.py). nonce: fresh random bytes. sealed: whether
-    messages after `Prove` are sealed. engine, host, pid: for log, journal and status only; all clients of an engine
-    give the same name.
+    messages after `Prove` are sealed. engine, host, pid: only for log, journal and status; all clients of an engine
+    give the same `engine`.
     """
 
     version: int
@@ -97,9 +97,10 @@ class Prove(_Message, frozen=True):
 class Group(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A KV cache group of a model, as one rank registers it.
 
-    reach: chunks before a boundary that the engine needs of this group to resume there: 0 means all from the prompt's
-    start (full attention, MLA), n the last n (a sliding window), 1 the last one (a state). size: bytes of one chunk on
-    this rank. fingerprint: of this rank's layout of the group; each group's is different.
+    reach: the number of the group's chunks before a boundary that the engine needs to resume there. 0: all from the
+    prompt's start (full attention, MLA); n: the last n (a sliding window); 1: the last one (a state). size: bytes of
+    one chunk on this rank. fingerprint: the fingerprint of this rank's layout of the group; each group has another
+    one.
     """
 
     reach: int
@@ -111,12 +112,12 @@ class Group(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Register(_Message, frozen=True):
     """Name the paged KV tensors of one KV cache group `instance`. Answer: None. The server maps nothing.
 
-    model to chunk_tokens: empty if the caller does not know them, so that the first store states them; chunk_tokens 0
-    stands for the server's. groups: all KV cache groups of the model, of which these tensors are number `group`; empty
-    for a single group that resuming needs whole. topic: of the engine's KV events for routers; empty for none.
-    writer: a name of the engine, which marks the chunks that it stores; engines of one name compute the same KV. facts:
-    of the engine, to be shown beside another's whose KV differs. fault: why this worker can neither store nor load, for
-    the status, such as a self-test that failed; then all its copies are refused. Empty: it can.
+    model to chunk_tokens: empty if the caller does not know them; then the first store gives them. chunk_tokens: 0: the
+    server's chunk size. groups: all KV cache groups of the model, of which these tensors are number `group`; empty for
+    a single group that resuming needs whole. topic: the topic of the engine's KV events for routers; empty: none.
+    writer: a name of the engine, which marks the chunks that it stores; engines with one name compute the same KV.
+    facts: shown beside the facts of another engine whose KV differs. fault: why this worker can neither store nor load,
+    such as a failed self-test; then all its copies are refused. Empty: it can.
     """
 
     instance: int
@@ -141,16 +142,16 @@ class Unregister(_Message, frozen=True):
 
 
 class Tail(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A chunk with fewer tokens than others: the end of a prompt, or of an answer. It has its blocks' bytes, but only
-    the first tokens count. chunks: whole chunks before it."""
+    """A chunk with fewer tokens than others: the end of a prompt or of an answer. It has all bytes of its blocks, but
+    only its first tokens count. chunks: the number of whole chunks before it."""
 
     chunks: int
     key: bytes
 
 
 class WriterRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Who has stored consecutive chunks: `writer` (as in Register; empty: it is not known) a part of each, from the end
-    of the run before up to chunk `end`, counted from the prompt's start. Runs with one end are of the same chunks."""
+    """A run of chunks of which `writer` (see Register; empty: not known) has stored parts: from the end of the run
+    before to chunk `end`, counted from the prompt's start. Runs with the same end have the same chunks."""
 
     end: int
     writer: str
@@ -162,21 +163,21 @@ class Lookup(_Message, frozen=True):
     The prefix ends where every KV cache group of the model can be resumed, on every rank. The answer may take half a
     second while chunks of the prompt are being stored, and with tiers `Welcome.lookup_s` more.
 
-    readers: retrieves expected per chunk (one per rank), after which the pin ends by itself; 0 if no engine asks, so
-        that no chunk is retrieved and the lookup is not counted.
-    blocks_in_chunk: of the first group; 0 if the caller does not know it. chunk_tokens: 0 stands for the server's.
-    chained: whether the hashes are a chain from the prompt's start. salt: as in Shards. reports: whether
-    `EndSession.asked` will count the tokens, so that they are not counted here. speed: tokens per second that the
-    engine computes, which need not be loaded from a slower tier; 0: unknown, so all are. hurries: repeats a lookup that
-    has no answer yet, which is counted no more, and answered at once with what is in memory.
-    queued: the request only waits in its engine's queue, so the answer may take as long as those before it keep their
-    pins. tails: where the prefix may end within a chunk, the longest first.
+    readers: retrieves expected per chunk (one per rank), after which its pin ends; 0: no engine asks, so that no chunk
+        is retrieved and the lookup is not counted.
+    blocks_in_chunk: blocks in a chunk of the first group; 0: not known. chunk_tokens: tokens per chunk; 0: the server's
+    chunk size. chained: whether the hashes are a chain from the prompt's start. salt: see Shards. reports: whether
+    `EndSession.asked` will count the tokens, so that this lookup does not. speed: tokens per second that the engine
+    computes; chunks that it computes faster than a tier loads them are not loaded; 0: not known, so all are loaded.
+    hurries: repeats a lookup that has no answer yet; it is not counted again, and answered at once from memory.
+    queued: the request waits in its engine's queue, so the answer may wait until requests before it end their pins.
+    tails: the ends within a chunk that the prefix may have, the longest first.
     pins: whether the chunks are pinned; if not, there is no session to end, and the chunks are the last to be evicted.
-    own: leading chunks that the engine's own cache has, which are not counted as asked for. writers: whether the answer
-    says who has stored the chunks. layout: the fingerprint of all ranks' tensors, if they load small hits without
-    asking again; then the answer has `Places`.
-    place: of a queued request in its engine's own queue, from -MAX_PLACE to MAX_PLACE: the lowest goes first, equal
-    places in the order of arrival. It orders the lookups of one client among themselves, and of no other client.
+    own: leading chunks in the engine's own cache, which do not count as asked for. writers: whether the answer says who
+    has stored the chunks. layout: the fingerprint of all ranks' tensors, if they load small hits without asking again;
+    the answer then has `Places`.
+    place: the place of a queued request in its engine's queue, from -MAX_PLACE to MAX_PLACE: the lowest is first, and
+    equal places are in the order of arrival. Places order the lookups of one client only.
     """
 
     model: str
@@ -203,10 +204,11 @@ class Lookup(_Message, frozen=True):
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Consecutive chunks of one request on one rank.
 
-    parent: hash of the chunk before the first (the chain's root for chunk 0); empty for hashes of the engine's own.
-    depth: number of chunks before the first, from the prompt's start (with `parent` only). blocks: blocks of a chunk.
-    salt: 16 bytes that identify the prompt's cache salt (keys.salt_tag), so that it can be forgotten; empty for none.
-    continues: in the store of a `Tail`, the key of a tail that it makes useless; empty: none.
+    parent: hash of the chunk before the first (the chain's root for chunk 0); empty if the hashes are the engine's own.
+    depth: number of chunks before the first, from the prompt's start (only with `parent`). blocks: the number of blocks
+    of a chunk. salt: 16 bytes that identify the prompt's cache salt (keys.salt_tag), so that it can be forgotten;
+    empty: none. continues: in the store of a `Tail`, the key of an earlier tail that the new one makes useless; empty:
+    none.
     """
 
     request: str
@@ -222,18 +224,18 @@ class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Store(_Message, frozen=True):
-    """Reserve room for the chunks that are missing. Answer: the `Placement` of those; True or False if there is nothing
-    to copy, as for `Complete`."""
+    """Reserve room for the missing chunks. Answer: their `Placement`; if there is nothing to copy, True or False as in
+    the answer to `Complete`."""
 
     instance: int
     shards: list[Shards]
 
 
 class Retrieve(_Message, frozen=True):
-    """Hold the chunks that are there. Answer: their `Placement`; a list of bool, one per chunk, if none is there.
+    """Hold the chunks that memory has. Answer: their `Placement`; if it has none, a list of bool, one per chunk.
 
     unpins: whether retrieving a chunk releases its request's pin; false if the engine ends its requests itself.
-    writers: if there are any, only chunks that these have stored are placed.
+    writers: only chunks that these have stored are placed; empty: chunks of all writers.
     """
 
     instance: int
@@ -243,13 +245,13 @@ class Retrieve(_Message, frozen=True):
 
 
 class Compare(_Message, frozen=True):
-    """Hold the chunks that are there, for the client to compare with its blocks, as numbers (devices/comparison.py).
-    Answer: their `Placement`, or the fields of `Comparison` if none is there. Nothing is stored.
+    """Hold the chunks that memory has, for the client to compare with its blocks, as numbers (devices/comparison.py).
+    Answer: their `Placement`, or the fields of `Comparison` if memory has none. Nothing is stored.
 
-    limit: the largest difference of equal KV. is_sample: whether a larger one puts the model into quarantine, which is
-    refused where the server samples no hits; otherwise, the client's engine draws the consequences. has_experts:
-    whether the model is a mixture of experts; then the limit is for the first chunk of a prompt, and others differ if
-    they have nothing in common.
+    limit: the largest difference of equal KV. is_sample: whether a larger difference puts the model into quarantine;
+    refused by a server that samples no hits. If false, the client's engine draws the consequences. has_experts: whether
+    the model is a mixture of experts; then the limit holds for the first chunk of a prompt, and other chunks differ
+    only if they have nothing in common.
     """
 
     instance: int
@@ -264,9 +266,9 @@ class Complete(_Message, frozen=True):
     retrieve, a list of bool, one per chunk asked for; of a comparison, the fields of `Comparison`.
 
     operation, boot: from its `Placement`; a later server may use the same number. copied: whether all bytes were
-    copied, or compared; else nothing is stored, loaded or compared. sums: one per place, in order: the checksum of the
-    bytes in the arena (memory/extents.py) where `Place.is_summed`, else 0; of a comparison only where they differ from
-    the blocks. differences: of a comparison, one list per place, as devices/comparison.py gives them.
+    copied, or compared; if not, nothing is stored, loaded or compared. sums: one per place, in order: the checksum of
+    the bytes in the arena (memory/extents.py) if `Place.is_summed`, else 0; in a comparison only if the bytes differ
+    from the blocks. differences: of a comparison, one list per place, as devices/comparison.py returns them.
     """
 
     operation: int
@@ -279,9 +281,9 @@ class Complete(_Message, frozen=True):
 class Asked(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Prompt tokens that an engine needed when it scheduled requests, for lookups with `reports`.
 
-    tokens: tokens that its own cache lacked. found: tokens of these that the depot had. own: tokens that its own cache
-    had, within the chunks that were looked up. compared, computed: tokens of `found` that it computed: to compare them,
-    and because that was sooner than loading them.
+    tokens: tokens that the engine's own cache lacked. found: tokens of these that the depot had. own: tokens of the
+    looked-up chunks that its own cache had. compared: tokens of `found` that it computed to compare them. computed:
+    tokens of `found` that it computed because loading them would have taken longer.
     """
 
     tokens: int = 0
@@ -295,13 +297,13 @@ NOTHING_ASKED = Asked()
 
 
 class EndSession(_Message, frozen=True):
-    """Release what `request` still pins. Answer: None.
+    """Release the chunks that `request` still pins. Answer: None.
 
     saved_tokens, saved_s: tokens that the engine did not have to compute, and the prefill time saved; 0 if the engine
-    does not know, or the server takes them from its retrieves. model: the model of these tokens; empty for that of the
-    client's last lookup. asked: the sums since the last EndSession. answers: whether the engine stores them; None if
-    it does not say. copied, copied_bytes: shards that its workers have copied without asking again (`Places`), and
-    their bytes.
+    does not know, or the server takes them from its retrieves. model: the model of these tokens; empty: the model of
+    the client's last lookup. asked: the sums since the last EndSession. answers: whether the engine stores decoded
+    tokens; None: it does not say. copied, copied_bytes: shards that its workers have copied without asking again
+    (`Places`), and their bytes.
     """
 
     request: str
@@ -323,19 +325,19 @@ class Noop(_Message, frozen=True):
 
 
 class Clear(_Message, frozen=True):
-    """Drop all chunks of one model, or of all (empty), that are neither pinned nor being copied. Answer: None."""
+    """Drop all chunks of a model (empty: of all models) that are neither pinned nor being copied. Answer: None."""
 
     model: str = ""
 
 
 class TakeLease(_Message, frozen=True):
-    """Keep, or later drop, the longest prefix of `hashes` that is cached or being stored. Answer: its chunks so far.
+    """Keep, or later drop, the longest prefix of `hashes` that is cached or being stored. Answer: its present chunks.
 
-    A lease belongs to a tenant, not to a client, lasts until it ends or the server does, and grows while more of its
-    chunks are stored. It replaces one of the same name.
+    A lease belongs to a tenant, not to a client. It lasts until its end or the server's, grows while more of its chunks
+    are stored, and replaces the tenant's lease of the same name.
 
-    kind, priority: see protocol/leases.py. ttl_s: seconds until it ends; 0 = never. drops: whether its chunks are then
-    removed, as by `Drop`.
+    kind, priority: see protocol/leases.py. ttl_s: seconds until it ends; 0: never. drops: whether its chunks are
+    removed at its end, as by `Drop`.
     """
 
     name: str
@@ -359,9 +361,10 @@ class EndLease(_Message, frozen=True):
 
 
 class Drop(_Message, frozen=True):
-    """Remove a prompt's chunks from memory and tiers, from its end backwards. Answer: chunks removed from memory.
+    """Remove a prompt's chunks from memory and tiers, from its end backwards. Answer: number removed from memory.
 
-    It ends where another holder has a chunk, or another prompt's chunk follows it; the first `keep` chunks stay.
+    It ends at a chunk that somebody else holds, or that another prompt's chunk follows. The first `keep` chunks
+    stay.
     """
 
     model: str
@@ -374,13 +377,13 @@ class Drop(_Message, frozen=True):
 
 
 class ListLeases(_Message, frozen=True):
-    """List the leases of the client's tenant, or of all if it has none. Answer: a list of leases.LeaseStatus: at most
-    1,000, those that hold most first."""
+    """List the leases of the client's tenant; without a tenant, of all. Answer: a list of at most 1,000
+    leases.LeaseStatus, those that hold the most bytes first."""
 
 
 class ForgetChunks(_Message, frozen=True):
-    """Remove chunks, also pinned ones, from memory and tiers: of models whose names have this prefix, and of one salt;
-    empty means all. writer: only what this writer (as in Register) has stored, under any salt.
+    """Remove chunks, also pinned ones, from memory and tiers. model: a prefix of the names of their models; empty: all.
+    salt: their salt; empty: any. writer: only chunks that this writer (see Register) has stored, under any salt.
 
     Answer: the fields of `ForgetAnswer`.
     """
@@ -391,10 +394,10 @@ class ForgetChunks(_Message, frozen=True):
 
 
 class Count(_Message, frozen=True):
-    """Ask what a `ForgetChunks` of the same model and salt would remove from memory, without removing it.
+    """Ask how many chunks a `ForgetChunks` of the same model and salt would remove from memory, and remove none.
 
-    It is no flag of `ForgetChunks`: a server too old to know the flag would ignore it and forget, and it refuses an
-    unknown message. Answer: a `ChunkTotal`.
+    This is no flag of `ForgetChunks`, because an old server would ignore the flag and forget, but it refuses an unknown
+    message. Answer: a `ChunkTotal`.
     """
 
     model: str = ""
@@ -414,9 +417,10 @@ class Inspect(_Message, frozen=True):
 
 
 class Why(_Message, frozen=True):
-    """Ask for the trail of a request, by its id or the unique beginning of it; empty: the last one that found nothing.
+    """Ask for the trail of a request. request: its id, or a unique prefix; empty: the last one that found nothing.
 
-    Answer: a trails.Trail, of the client's tenant if it has one. UnknownRequest if none is kept.
+    Answer: a trails.Trail, only of the client's tenant if it has one. UnknownRequest if the server has no such
+    trail.
     """
 
     request: str = ""
@@ -426,8 +430,8 @@ class Describe(_Message, frozen=True):
     """The token ids of consecutive chunks, for a server that publishes them (`Welcome.wants_tokens`). Answer: None.
 
     parent: hash of the chunk before the first; `keys.ROOT` for the first of a prompt. tokens: little-endian uint32,
-    chunk_tokens per chunk, and after the last chunk those that its hash covers beyond it. Tokens that do not give the
-    hashes are ignored.
+    chunk_tokens per chunk, followed by the tokens after the last chunk that its hash also covers. Tokens that do not
+    give the hashes are ignored.
     """
 
     parent: bytes
@@ -437,9 +441,9 @@ class Describe(_Message, frozen=True):
 
 
 class SetQuota(_Message, frozen=True):
-    """Give a tenant, or its requests with a salt (as in Shards), a quota until the server ends; None takes it away.
+    """Give a tenant, or its requests with a salt (see Shards), a quota until the server ends; None removes the quota.
 
-    Answer: None. It is refused if the client has a tenant.
+    Answer: None. The request is refused if the client has a tenant.
     """
 
     tenant: str
@@ -448,8 +452,8 @@ class SetQuota(_Message, frozen=True):
 
 
 class EndQuarantine(_Message, frozen=True):
-    """Serve the chunks again that sampled hits have put into quarantine: of models whose names have this prefix, and of
-    the client's tenant, if it has one. Answer: their number."""
+    """End the quarantine of models whose names have this prefix; only of the client's tenant, if it has one. Answer:
+    the number of these models."""
 
     model: str = ""
 
@@ -466,7 +470,7 @@ Request: TypeAlias = Hello | Prove | ChunkSize | Noop | GetStatus | Inspect | Wh
 
 
 class Proof(_Shown, array_like=True, frozen=True):
-    """Answer to `Hello`: the server's arena, whose lock shows that it lives, and the proof that it owns it."""
+    """Answer to `Hello`: the server's arena, whose lock shows that the server lives, and the proof that it owns it."""
 
     version: int
     arena: str
@@ -482,8 +486,8 @@ class ChunkTotal(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Answer to a `Compare`. chunks: that were there and were compared. worst: the largest difference. unknown: chunks
-    that were there, and whose data types are not known. writers: who has stored some of either, up to which chunk."""
+    """Answer to a `Compare`. chunks: number of compared chunks. worst: their largest difference. unknown: number of
+    chunks in memory whose data types are not known. writers: who has stored these, up to which chunk."""
 
     chunks: int = 0
     worst: float = 0.0
@@ -493,7 +497,7 @@ class Comparison(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A shard's bytes in the arena. extents: offset and size, in the order of the bytes. is_summed: whether the client
-    is to compute their checksum. checksum: that they must have, in `Places` only; 0: they need not be summed."""
+    must compute their checksum. checksum: the one that they must have, in `Places` only; 0: unknown."""
 
     extents: tuple[tuple[int, int], ...]
     is_summed: bool = False
@@ -501,10 +505,10 @@ class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Placement(_Message, frozen=True):
-    """Where the bytes of an operation's chunks belong, or are. They stay there until the client completes it or dies.
+    """Where the bytes of an operation's chunks belong, or are. They stay there until the operation ends.
 
-    arena, boot: the arena, and the boot id of the server that this is true of: a later one may have moved chunks.
-    chunks: the positions of the placed chunks among all that the request names, ascending. places: of each of them.
+    arena, boot: the arena's name, and the server's boot id; a later server may have moved chunks. chunks: the positions
+    of the placed chunks among those of the request, ascending. places: the place of each of these chunks.
     """
 
     operation: int
@@ -515,9 +519,9 @@ class Placement(_Message, frozen=True):
 
 
 class ForgetAnswer(msgspec.Struct, frozen=True):
-    """Answer to a `ForgetChunks`. removed: chunks removed from `memory` and from each tier, by its name; what a writer
-    has stored counts 0 in tiers, which remove it when it is read. left: by the same names, or `error`, why chunks may
-    remain."""
+    """Answer to a `Forget`. removed: numbers of chunks removed, by `memory` and the names of tiers. A writer's chunks
+    count 0 in tiers, which remove them when they are read. left: why chunks may remain, by the same names or
+    `error`."""
 
     removed: dict[str, int]
     left: dict[str, str] = {}
@@ -525,10 +529,11 @@ class ForgetAnswer(msgspec.Struct, frozen=True):
 
 class Places(msgspec.Struct, array_like=True, frozen=True):
     """Where the last chunks of a lookup's answer are in the server's arena, so that engines can load them without
-    asking again. They stay there while the request has its session. None: these chunks are loaded by `Retrieve`.
+    asking again. They stay there while the request has its session.
 
-    withdrawals: as the arena's header says; later, the chunks may be forgotten, corrupt or in quarantine. first: number
-    of the first of these chunks. size: bytes of a shard. ranks: the places of each rank's shards.
+    withdrawals: the count in the arena's header; once it changes, the chunks may be forgotten, corrupt or in
+    quarantine. first: number of the first of these chunks. size: bytes of a shard. ranks: the places of each rank's
+    shards.
     """
 
     withdrawals: int
@@ -538,10 +543,11 @@ class Places(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hit(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Answer to a `Lookup`: what was found and, unless the lookup pins nothing, is pinned. A miss has no chunks.
+    """Answer to a `Lookup`: the chunks that were found and, if the lookup pins, are pinned now. A miss has no chunks.
 
-    chunks: whole chunks. tail: the number of the lookup's tail behind them, which was found, too; None: none. writers:
-    who has stored what was found, if the lookup asks. places: where its last chunks are, if the lookup asks.
+    chunks: the number of whole chunks. tail: the place in `Lookup.tails` of the tail found behind them; None: no tail.
+    writers: who has stored them, if the lookup asks. places: where the last chunks are, if it asks; None: `Retrieve`
+    loads them.
     """
 
     chunks: int = 0
@@ -554,7 +560,7 @@ MISS = Hit()
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True):
-    """Answer to `Prove`: the chunk size.
+    """Answer to `Prove`: what a client must know of the server's settings.
 
     lookup_s: seconds that the server may wait for tiers before it answers a lookup. wants_tokens: whether it publishes
     KV events, for which it needs `Describe`. max_hint_s, max_hint_priority: the longest time and the highest priority
@@ -574,7 +580,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Answer(_Message, frozen=True):
-    """A result that is no `Placement`."""
+    """A result that is not a `Placement`."""
 
     value: object
 
@@ -592,7 +598,6 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def encode_request(number: int, request: Request) -> bytes:
-    """One frame, client to server."""
     try:
         return number.to_bytes(ID_BYTES, "little") + _encode(request)
     except (TypeError, ValueError, OverflowError) as exc:
@@ -600,12 +605,12 @@ def encode_request(number: int, request: Request) -> bytes:
 
 
 def number_of(frame: bytes) -> bytes:
-    """A request's id; zero of a frame too short for one."""
+    """The id in a request's frame; zeros if the frame is too short."""
     return frame[:ID_BYTES] if len(frame) >= ID_BYTES else bytes(ID_BYTES)
 
 
 def decode_request(frame: bytes) -> tuple[bytes, Request | errors.ProtocolError]:
-    """The id, and the request or what is wrong with it."""
+    """The id in a request's frame, and the request or the error of its decoding."""
     number = number_of(frame)
     if len(frame) < ID_BYTES:
         return number, errors.ProtocolError(f"a frame of {len(frame)} bytes is not a message")
@@ -616,18 +621,17 @@ def decode_request(frame: bytes) -> tuple[bytes, Request | errors.ProtocolError]
 
 
 def encode_answer(number: bytes, boot: bytes, value: object) -> bytes:
-    """One frame, server to client: the result of request `number`."""
     return number + boot + _encode(value if type(value) is Placement else Answer(value))  # isinstance takes longer
 
 
 def encode_failure(number: bytes, boot: bytes, error: errors.KVDepotError) -> bytes:
-    """One frame, server to client: request `number` failed. Long messages are cut."""
+    """The frame of the error of request `number`. Long messages are cut."""
     return number + boot + _encode(Failure(error.code, str(error)[:MAX_ERROR]))
 
 
 def decode_reply(frame: bytes) -> tuple[int, bytes, object]:
-    """Id, boot id, and the value or an error from errors.py (returned, not raised): ProtocolError for a body that is
-    none. Raises ProtocolError for a frame too short for a reply."""
+    """The id, the boot id, and the value or an error from errors.py (returned, not raised; ProtocolError if the body
+    cannot be decoded). Raises ProtocolError if the frame is too short for a reply."""
     head = ID_BYTES + BOOT_BYTES
     if len(frame) < head:
         raise errors.ProtocolError(f"a frame of {len(frame)} bytes is not a reply")

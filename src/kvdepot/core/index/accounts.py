@@ -20,15 +20,15 @@ from kvdepot.protocol.keys import tenant_salt
 from kvdepot.protocol.quotas import Quota, fault_of, shortest
 
 MOST_MOVED = 1 << 17
-"""Chunks that change their account, or whose ages are recorded, in one step of some tenths of a second."""
+"""The most chunks that change their account, or whose ages are recorded, in one step (tenths of a second)."""
 
 
 class Accounts:
     def __init__(
         self, capacity: int, policy: Callable[[], Policy], ttl_s: int = 0, salt_ttls: Mapping[bytes, int] | None = None
     ) -> None:
-        """capacity: of the arena, bytes. policy: makes an account's policy. ttl_s: of all chunks; 0 = never. salt_ttls:
-        of chunks with these salts, if that is sooner."""
+        """capacity: bytes of the arena. policy: makes an account's policy. ttl_s: seconds after which chunks expire; 0:
+        never. salt_ttls: the same for chunks with these salts, if that is sooner."""
         self._capacity = capacity
         self._policy = policy
         self.ttl_s = ttl_s
@@ -38,19 +38,19 @@ class Accounts:
         self.wants = Wants()
         self.rest = self._new(("", b""), Quota())
         self._all = [self.rest]
-        self._by_owner: dict[tuple[str, bytes], Account] = {}  # by tenant, and the salt of chunks; empty: the tenant's
+        self._by_owner: dict[tuple[str, bytes], Account] = {}  # by tenant and salt; empty salt: the tenant's own
 
         self.given_up: dict[int, tuple[str, bytes, int]] = {}
-        """Tenant, salt and bytes of what is lent, such as of loads that stores have overtaken, by id() of the shard."""
+        """Tenant, salt and bytes of each lent shard, by its id(); for example of a load that a store has overtaken."""
 
     def lend(self, shard: Shard, tenant: str = "", salt: bytes = b"") -> None:
-        """Keep the memory of a shard in no chunk for whoever may yet use it, until `Index.give_back`."""
+        """Keep the memory of a shard in no chunk until `Index.give_back`: somebody may still write to it."""
         taken = sum(size for _, size in shard.extents)
         self.given_up[id(shard)] = tenant, salt, taken
         self.of(tenant, salt).charge(taken)
 
     def all(self) -> list[Account]:
-        """The rest, then those of tenants and salts with a quota."""
+        """The accounts: the rest first, then those of tenants and salts with a quota."""
         return list(self._all)
 
     @property
@@ -59,8 +59,8 @@ class Accounts:
         return self._capacity - sum(account.floor for account in self._all)
 
     def lease_budget(self, account: Account) -> int:
-        """The bytes that leases of an account's prompts may hold: its floor and half of what is above all floors, but
-        at most half of its cap, unless its floor is more than that."""
+        """The bytes that leases of an account's prompts may hold: its floor and half of the arena above all floors, but
+        at most half of its cap, or its floor if that is more."""
         return min(account.floor + self.above_floors // 2, max(account.cap // 2, account.floor))
 
     def of(self, tenant: str, salt: bytes = b"") -> Account:
@@ -68,8 +68,8 @@ class Accounts:
         return self._by_owner.get((tenant, salt)) or self._by_owner.get((tenant, b""), self.rest)
 
     def victim(self, by: Account | None, size: int, depth: float | None = None) -> Chunk | None:
-        """The chunk to evict next for a reservation of `size` bytes by an account; see `shares.victim_for`. depth: of
-        the request that waits for these bytes (wants.py); infinity: none does; None: no wanted chunk may go.
+        """The chunk to evict next for a reservation of `size` bytes by an account; see `shares.victim_for`. depth: that
+        of the request which waits for these bytes (wants.py); infinity: no request does; None: no wanted chunk may go.
 
         The caller removes the chunk, or holds it; `Index.release` then returns it to the policy.
         """
@@ -91,7 +91,7 @@ class Accounts:
         return shortest(self.ttl_s, quota.ttl_s, tenants.ttl_s, self.salt_ttls.get(chunk.salt, 0))
 
     def fault(self, tenant: str, tag: bytes, quota: Quota) -> str:
-        """Why a tenant or a salt of it cannot have this quota beside the others'; empty if it can."""
+        """Why a tenant, or one of its salts, cannot have this quota beside the existing quotas; empty if it can."""
         if not tenant and not tag:
             return "clients without a tenant cannot have a quota"
         quotas = {(each.tenant, each.tag): each.quota for each in self._all if each is not self.rest}
@@ -99,8 +99,8 @@ class Accounts:
         return fault_of(quotas.values(), self._capacity)
 
     def set_quota(self, namespaces: Sequence[Namespace], owner: tuple[str, bytes], quota: Quota | None) -> None:
-        """Give the tenant or the salt of `owner` (tenant, tag) a quota, another one, or none, and its chunks in these
-        namespaces (all) the account that this leaves them. Raises BadRequest or Busy, and then changes nothing."""
+        """Set, change or (None) remove the quota of `owner` (tenant, tag), and move its chunks to the account that they
+        then belong to. namespaces: all of the index. Raises BadRequest or Busy, and then changes nothing."""
         tenant, tag = owner
         if quota is not None and (fault := self.fault(tenant, tag, quota)):
             raise BadRequest(fault)
@@ -114,7 +114,7 @@ class Accounts:
         named = [chunk for chunk in _chunks_in(of_tenant) if not tag or chunk.salt == salt]
         aging: list[Chunk] = []
         if quota is not None and quota.ttl_s and not (has_account and 0 < old.quota.ttl_s <= quota.ttl_s):
-            aging = [chunk for chunk in named if chunk.sealed]  # others have no age yet
+            aging = [chunk for chunk in named if chunk.sealed]  # chunks without a sealed shard have no age yet
         if quota is not None and has_account:
             _refuse_many(len(aging))
             old.set(quota)
@@ -124,7 +124,7 @@ class Accounts:
             stay_sealed = sum(chunk.account is not old for chunk in aging)
             _refuse_many((old.chunks if moved else 0) + stay_sealed)
             left: list[Chunk] = []
-            if quota is not None and moved:  # a policy cannot give up chunks, so those that stay get a new one
+            if quota is not None and moved:  # a policy cannot give up chunks, so the chunks that stay get a new policy
                 ids = set(map(id, moved))
                 known = namespaces if old is self.rest else of_tenant
                 left = [each for each in _chunks_in(known) if each.account is old and id(each) not in ids]
@@ -143,7 +143,7 @@ class Accounts:
     def _move(
         self, old: Account, owner: tuple[str, bytes], quota: Quota | None, chunks: list[Chunk], size: int
     ) -> None:
-        """Open an account, or without a quota remove the old one, and move chunks and bytes from the old one."""
+        """Open an account, or remove the old one if there is no quota, and move chunks and bytes out of the old one."""
         if quota is None:
             del self._by_owner[old.tenant, old.salt]
             self._all.remove(old)
@@ -164,10 +164,10 @@ class Accounts:
 
 
 def queue(chunks: list[Chunk]) -> None:
-    """Insert chunks into the policies of their accounts, which do not know them, in their order so far."""
+    """Insert chunks into the policies of their accounts, which do not have them, in their order of eviction."""
     chunks.sort(key=lambda chunk: (chunk.order, chunk.used))
     for chunk in chunks:
-        chunk.queued, chunk.place = False, 0  # of another policy
+        chunk.queued, chunk.place = False, 0  # these belong to the old policy
     for chunk in chunks:
         chunk.account.policy.insert([chunk])
     for chunk in chunks:
@@ -180,7 +180,6 @@ def _chunks_in(namespaces: Iterable[Namespace]) -> list[Chunk]:
 
 
 def _refuse_many(chunks: int) -> None:
-    """Raise Busy if these are too many chunks to change in one step."""
     if chunks > MOST_MOVED:
         raise Busy(
             f"{chunks} chunks would have to be moved, more than {MOST_MOVED} at once: set the quota in the settings "

@@ -20,11 +20,11 @@ class Chains:
         self.waiting: dict[int, dict[int, Chunk]] = {}  # id() of a parent -> chunks that wait for it, by id()
 
     def join(self, chunks: Iterable[Chunk]) -> None:
-        """Chain those chunks that are whole, and those that wait for them, or let them wait for their parents."""
+        """Chain the chunks that are whole, and those that wait for them, or let them wait for their parents."""
         for chunk in chunks:
             before = chunk.parent
             if not chunk.position or chunk.state is not states.WHOLE:
-                continue  # at position 0 it is loose, or of a bounded group: it is found by its key alone
+                continue  # a chunk at position 0 is loose or of a bounded group, and found by its key alone
             if chunk.position == 1 or (before is not None and before.state is states.CHAINED):
                 chunk.state = states.TRANSITIONS[chunk.state][states.CHAIN]
                 if chunk.broken:
@@ -44,7 +44,7 @@ class Chains:
                     chained.append(each)
 
     def unchain(self, chunk: Chunk, transition: Transition) -> None:
-        """Mark a chunk corrupt, or hide it. Chunks behind it stay chained, but are no prefix until it is again."""
+        """Mark a chunk corrupt, or hide it. Until it is chained again, no lookup finds the chunks behind it."""
         was_chained = chunk.state is states.CHAINED
         chunk.state = states.TRANSITIONS[chunk.state][transition]
         if was_chained and chunk.children:
@@ -52,10 +52,10 @@ class Chains:
             chunk.namespace.broken += 1
 
     def leave(self, chunk: Chunk, before: Chunk | None) -> None:
-        """A chunk is gone, and was behind `before`: it no longer waits for it, and nothing waits for the chunk."""
+        """Note that a chunk behind `before` is gone: it no longer waits for its parent, and no chunk waits for it."""
         for each in (chunk, before):
             if each is not None and each.broken and each.gone and not each.children:
-                self._mend(each)  # with children it stays broken: they can never be chained to it again
+                self._mend(each)  # with children it stays broken, because they can never be chained to it again
         if self.waiting:
             self.waiting.pop(id(chunk), None)
             waiting = self.waiting.get(id(before), {})
@@ -69,7 +69,7 @@ class Chains:
 
 
 def link(namespace: Namespace, key: bytes, parent: bytes, position: int, salt: bytes) -> tuple[Chunk | None, int]:
-    """The chunk before a new one, if it is known, and the new one's position; parent, position: as in `Run`.
+    """The chunk before a new chunk, if it is known, and the new chunk's position. parent, position: see `Run`.
 
     A parent with another salt is a client's mistake: the chain would be in two accounts.
     """

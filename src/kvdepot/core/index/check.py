@@ -16,8 +16,8 @@ _OF_CHUNKS = {states.FILLING, states.WHOLE, states.CHAINED, states.PENDING_REMOV
 def check(
     namespaces: Iterable[Namespace], allocator: Allocator, accounts: Accounts, totals: tuple[int, int, int]
 ) -> None:
-    """Raise AssertionError unless every count, link and state agrees; O(n). totals: an index's own counts of chunks,
-    reserved shards and holds."""
+    """Raise AssertionError unless every count, link and state agrees; O(n). totals: the index's own counts of chunks,
+    of reserved shards and of holds."""
     allocator.validate()
     used = chunks = reserved = held = 0
     children: dict[int, int] = {}
@@ -62,7 +62,6 @@ def check(
 
 
 def _check_states(chunk: Chunk) -> None:
-    """The states of a chunk and its shards, and of the one before it."""
     shards, before = chunk.shards.values(), chunk.parent
     assert chunk.state in _OF_CHUNKS and not chunk.gone and all(shard.state in _OF_SHARDS for shard in shards)
     assert all(shard.sealed for shard in shards if shard.slot is not None), "a shard is recorded but not sealed"

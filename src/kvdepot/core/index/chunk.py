@@ -29,7 +29,7 @@ class Shard(msgspec.Struct, gc=False):
     tiers: int = 0  # bit t: tier t probably has it
     slot: int | None = None  # first slot of its record; None if it has none
     writer: str = ""
-    """The writer (wire.Register) that has stored it; empty: none is known, as of what earlier versions have stored."""
+    """The writer (wire.Register) that has stored the shard; empty: not known, as an earlier version stored it."""
 
     @property
     def sealed(self) -> bool:
@@ -37,7 +37,7 @@ class Shard(msgspec.Struct, gc=False):
 
     @property
     def is_open(self) -> bool:
-        """Whether its bytes are being written, which holds its chunk."""
+        """Whether the shard's bytes are being written; meanwhile its chunk is held."""
         return self.state is states.RESERVED or self.state is states.LOADING
 
 
@@ -45,7 +45,7 @@ class Chunk(Victim, gc=False, kw_only=True):
     """One KV cache group's part of a chunk: its shards by rank, and its place in a chain.
 
     A part of a bounded group has position 0. Its parent is the part of the first unbounded group with the same key, if
-    that exists, so it is evicted before that one. A chunk refers to its parent only: no cycles.
+    that exists, and is evicted after it. A chunk refers to its parent only, so there are no cycles.
     """
 
     namespace: Namespace
@@ -53,11 +53,11 @@ class Chunk(Victim, gc=False, kw_only=True):
     parent: Chunk | None = None
     salt: bytes = b""  # 16 bytes that identify its prompt's cache salt, for `forget`; empty: none
     run: int = 0
-    """Chunks in a row, up to this one, that the same writers had stored when there had been `run_as_of` withdrawals."""
+    """The number of consecutive chunks, up to this one, with the same writers after `run_as_of` withdrawals."""
     run_as_of: int = -1
     born: int = 0  # when it was computed, seconds since 1970
     used: int = 0  # running number of its last use; after a restart, of its store
-    used_s: int = 0  # when that was, seconds since 1970, counting its store as a use; 0: not known. See lifetimes.py.
+    used_s: int = 0  # time of its last use or store, seconds since 1970; 0: not known. See lifetimes.py.
     generation: int = 0  # number of removals that had begun when it was stored
     state: ChunkState = states.FILLING
     shards: dict[int, Shard] = msgspec.field(default_factory=dict)
@@ -66,9 +66,9 @@ class Chunk(Victim, gc=False, kw_only=True):
     children: int = 0  # chunks that name this one as parent
     holds: int = 0  # pins of requests and leases, and copies in progress
     leases: int = 0  # leases that keep it: those that hold it or a chunk behind it
-    wants: int = 0  # requests in queues that are going to read it and all before it; see wants.py
+    wants: int = 0  # requests in queues that will read it and the chunks before it; see wants.py
     bytes: int = 0
-    broken: bool = False  # it is no longer chained, although chunks behind it are
+    broken: bool = False  # the chunk is no longer chained, although chunks behind it are
 
     @property
     def depth(self) -> int:
@@ -77,7 +77,6 @@ class Chunk(Victim, gc=False, kw_only=True):
 
     @property
     def is_being_stored(self) -> bool:
-        """Whether a store is writing a shard of it."""
         return any(shard.state is states.RESERVED for shard in self.shards.values())
 
 
@@ -94,15 +93,15 @@ def is_unwanted(chunk: Victim) -> bool:
 
 
 _MOST_OUTGROWN, _OUTGROWN_TRIES = 1 << 14, 8
-"""Tails that an account remembers to evict first, the latest, and how many are tried for one eviction; others go when
-their turn comes."""
+"""The number of outgrown tails that an account remembers (the latest ones), and how many of them one eviction tries.
+Other outgrown tails are evicted when the policy chooses them."""
 
 
 class Account(FairShare):
-    """The share of one tenant with a quota, of one cache salt with a quota, or of all others.
+    """The share of the arena of one tenant with a quota, of one cache salt with a quota, or of all others.
 
-    tenant, tag (keys.salt_tag): both are empty for the rest. salt: under which its chunks are stored. wanted: finds
-    the chunk of an account to evict next of those that are wanted behind a depth (`Wants.victim`).
+    tenant, tag (keys.salt_tag): its owner; both are empty for the rest. salt: the salt that its chunks are stored
+    under. wanted: finds the next victim among the account's chunks that are wanted behind a depth (`Wants.victim`).
     """
 
     __slots__ = ("capped", "chunks", "evicted", "outgrown", "quota", "salt", "tag", "tenant", "wanted")
@@ -123,20 +122,20 @@ class Account(FairShare):
         self.chunks = 0
         self.evicted = 0  # chunks
         self.capped = 0  # shards not stored because of the cap
-        self.outgrown: deque[Chunk] = deque(maxlen=_MOST_OUTGROWN)  # tails that others continue
+        self.outgrown: deque[Chunk] = deque(maxlen=_MOST_OUTGROWN)  # tails that longer chunks have replaced
 
     @property
     def name(self) -> str:
-        """Its tenant or salt, for people; empty for the rest."""
+        """The tenant or salt as people read it; empty for the rest."""
         return name_of(self.tenant, self.tag)
 
     def set(self, quota: Quota) -> None:
-        """Change the quota. If chunks expire sooner than before, the caller records their ages."""
+        """Change the quota. If chunks then expire sooner than before, the caller must record their ages."""
         self.quota = quota
         self.set_bounds(quota.floor_bytes, quota.cap_bytes, quota.weight)
 
     def is_nearly_full(self) -> bool:
-        """Whether less than an eighth of its cap is left, not counting what is leaving."""
+        """Whether less than an eighth of its cap is left; bytes that are being removed count as free."""
         return self.is_capped and self.used - self.leaving > self.cap - (self.cap >> 3)
 
     def victim(self, depth: float = inf) -> Chunk | None:
@@ -145,7 +144,7 @@ class Account(FairShare):
             if is_unwanted(tail):
                 return tail
             if not tail.gone:
-                self.outgrown.append(tail)  # its parts of other groups, or requests that have it, go first
+                self.outgrown.append(tail)  # parts of other groups are behind it, or requests hold or want it
         victim = super().victim()
         assert victim is None or isinstance(victim, Chunk)
         return self.wanted(self, depth) if victim is None and depth < inf else victim
@@ -162,7 +161,7 @@ def is_hidden(chunk: Chunk) -> bool:
 
 
 def is_forgotten(chunk: Chunk) -> bool:
-    """Whether a removal in progress hides a chunk: it is not given out any more, even to those who have it pinned."""
+    """Whether a removal in progress hides a chunk: nobody gets it any more, not even requests that have it pinned."""
     hiding = chunk.namespace.hiding
     return bool(hiding) and any(scope.means(chunk) for scope in hiding)
 
@@ -188,16 +187,16 @@ class Namespace:
     world_size: int
     blocks_in_chunk: int
     chunk_tokens: int = 0  # 0: not known
-    reach: int = 0  # parts before a boundary that resuming there needs; 0: all from the prompt's start
+    reach: int = 0  # chunks before a boundary that resuming there needs; 0: all
     group: int = 0  # its place in `groups`
     groups: list[Namespace] = field(default_factory=list)
     trunk: Namespace | None = None  # the model's first unbounded group
     is_simple: bool = True  # the model has one group, and resuming needs all of it: its chunks form chains
     layouts: dict[int, bytes] = field(default_factory=dict)  # rank -> layout fingerprint, as ranks register
     sizes: dict[int, int] = field(default_factory=dict)  # rank -> bytes of a shard
-    facts: dict[int, ShardFacts] = field(default_factory=dict)  # rank -> its identity in tiers, once they are asked
+    facts: dict[int, ShardFacts] = field(default_factory=dict)  # rank -> identity in tiers, once tiers are asked
     chunks: dict[bytes, Chunk] = field(default_factory=dict)
-    live: int = 0  # registered instances that use it
+    live: int = 0  # registered instances of KV tensors that use it
     lookup_chunks: int = 0  # asked for
     hit_chunks: int = 0  # and found
     gone: bool = False  # the index has dropped it
@@ -213,7 +212,6 @@ class Namespace:
 
 
 def join_groups(groups: list[Namespace]) -> None:
-    """Make these the KV cache groups of one model, in this order."""
     trunk = next((each for each in groups if not each.reach), None)
     for number, each in enumerate(groups):
         each.group, each.groups = number, groups
@@ -223,20 +221,20 @@ def join_groups(groups: list[Namespace]) -> None:
 
 @dataclass(slots=True, eq=False)
 class Scope:
-    """The chunks of these namespaces, this salt and this writer that existed when removal `number` began; see
-    core/forgetting.py."""
+    """The chunks that one removal means: those of these namespaces, this salt and this writer that existed when it
+    began. number: of the removal. See core/forgetting.py."""
 
     number: int
     namespaces: dict[Namespace, None]  # ordered, so that two runs remove in the same order
     salt: bytes | None  # None: any
     hides: bool  # its chunks are unavailable from the moment the removal begins
     writer: str = ""  # empty: any
-    removed: int = 0  # or counted
+    removed: int = 0  # chunks removed or hidden so far
 
     def means(self, chunk: Chunk) -> bool:
         if chunk.generation >= self.number or chunk.namespace not in self.namespaces:
             return False
-        # The writer of what is being loaded is not known yet.
+        # The writer of a shard that is being loaded is not known yet.
         is_written = not self.writer or any(
             shard.writer == self.writer or shard.state is states.LOADING for shard in chunk.shards.values()
         )
@@ -244,9 +242,8 @@ class Scope:
 
 
 class Pin(msgspec.Struct, gc=False):
-    """The chunks that one lookup holds: of each unbounded group the deepest chained one and the loose ones behind it,
-    and of each bounded group its last parts.
-    """
+    """The chunks that one lookup holds: the deepest chained chunk of each unbounded group with the loose chunks behind
+    it, and the last parts of each bounded group."""
 
     chunks: list[Chunk]
     matched: int  # chunks in the prefix

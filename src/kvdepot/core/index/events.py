@@ -1,4 +1,4 @@
-"""The events of the index: what its mutations have done to chunks, and who reads that. Plain values.
+"""The events of the index: what its mutations have done to chunks, and the interface of their readers. Plain values.
 
 Events are collected while a request is decided. When all its steps are done (`Depot._conclude`), the readers get them.
 Invariant: a reader changes nothing that a decision depends on. It imports of the index only this file and chunk.py, so
@@ -27,7 +27,7 @@ class Reason(Enum):
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
-    """One rank's shard was sealed. With the last rank's, a lookup can find the chunk."""
+    """One rank's shard was sealed. Once the shards of all ranks are, a lookup can find the chunk."""
 
     chunk: Chunk
     rank: int
@@ -40,13 +40,13 @@ class Failed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Used(msgspec.Struct, frozen=True, gc=False):
-    """A request has found the prefix that ends with these chunks. Each is said once per request."""
+    """A request has found the prefix that ends with these chunks. Published once per request."""
 
     chunks: list[Chunk]
 
 
 class Hidden(msgspec.Struct, frozen=True, gc=False):
-    """No lookup finds the chunk any more, although it is still there. It may be said twice."""
+    """No lookup finds the chunk any more, although it is still there. May be published twice for one chunk."""
 
     chunk: Chunk
 
@@ -63,7 +63,7 @@ IndexEvent: TypeAlias = Stored | Failed | Used | Hidden | Removed
 
 
 class Reader(Protocol):
-    """Whoever wants to know what has happened to chunks."""
+    """The interface of a reader of events."""
 
     def read(self, events: Sequence[IndexEvent], wall: int) -> None:
         """Read events, in their order. wall: the time of the last tick, in seconds since 1970."""

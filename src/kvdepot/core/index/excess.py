@@ -1,4 +1,4 @@
-"""Chunks that are removed without need for their space: too old, or above a cap. Used by core/depot.py, in steps."""
+"""Removes chunks although nobody needs their space: chunks that are too old, or above a cap. Used by core/depot.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvdepot.core.index.index import Index
 
 
 def expire(index: Index, wall: int, most: int = 1 << 62) -> int:
-    """Hide up to `most` chunks that are older at `wall` (seconds since 1970) than a limit; returns how many."""
+    """Hide up to `most` chunks that at `wall` (seconds since 1970) are older than their limit; returns how many."""
     index.wall = wall
     expired = 0
     for chunk in index.accounts.ages.due(wall):
@@ -23,7 +23,7 @@ def expire(index: Index, wall: int, most: int = 1 << 62) -> int:
 
 
 def set_back(index: Index, seconds: float) -> None:
-    """Make all chunks as much older as the wall clock was set back: they are as old as the other clock says."""
+    """Move the times of all chunks back as far as the wall clock was set back, so that their ages stay right."""
     step = math.ceil(seconds)
     for chunk in [chunk for each in index.namespaces.all() for chunk in each.chunks.values()]:
         chunk.born, chunk.used_s = max(0, chunk.born - step), max(0, chunk.used_s - step)
@@ -31,8 +31,8 @@ def set_back(index: Index, seconds: float) -> None:
 
 
 def trim(index: Index, most: int) -> bool:
-    """Evict up to `most` chunks, which nothing holds, of accounts above their caps, those that are wanted last; returns
-    whether it must go on."""
+    """Evict up to `most` chunks of accounts that are above their caps; wanted chunks go last. Returns whether to call
+    it again."""
     for account in index.accounts.all():
         while account.used > account.cap and (victim := account.victim(-1.0)) is not None:
             index.remove(victim, Reason.EVICTED)

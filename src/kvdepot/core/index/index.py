@@ -1,9 +1,9 @@
 """The index: which chunks exist, what holds them, and where their bytes are. No I/O, thread or clock.
 
-Called by core/ on the deciding thread only. Invariants: a visible chunk is sealed on every rank; a chunk that is
-pinned, being copied, or has a chunk behind it is not evicted, so pinning the deepest chunk of a match protects all of
-it; a record is erased before its bytes are free. Every mutation appends what happened to `events` (events.py), which
-readers get afterwards: none runs in the middle of a mutation. Space is made before chunks are inserted. Chunks
+Called by core/ on the deciding thread only. Invariants: a visible chunk is sealed on every rank. A chunk that is
+pinned, being copied, or has a chunk behind it is not evicted, so pinning the deepest chunk of a match protects the
+whole match. A record is erased before its bytes are free. Every mutation appends what happened to `events` (events.py),
+which readers get afterwards: none runs in the middle of a mutation. Space is made before chunks are inserted. Chunks
 without a known parent are **loose**, position 0. A part of a bounded KV cache group is evicted before the unbounded one
 with the same key.
 """
@@ -55,9 +55,10 @@ class Index:
         chunk_tokens: int = 0,
         salt_ttls: Mapping[bytes, int] | None = None,
     ) -> None:
-        """policy: makes the policy of each account. records: what survives a restart; None: nothing. ttl_s: of all
-        chunks; 0 = never. salt_ttls: of chunks with these salts, if sooner. chunk_tokens: of namespaces that do not
-        say, such as those in records of an earlier version."""
+        """policy: makes the policy of each account. records: the table that survives a restart; None: nothing does.
+        ttl_s: seconds after which chunks expire; 0: never. salt_ttls: the same for chunks with these salts, if sooner.
+        chunk_tokens: tokens per chunk of namespaces that do not say it, such as those that an earlier version
+        recorded."""
         self.allocator = allocator
         self.records = records or Records(memoryview(b""))
         self.accounts = Accounts(allocator.capacity, policy, ttl_s, salt_ttls)
@@ -68,15 +69,15 @@ class Index:
         self.reserved = 0  # shards
         self.held = 0  # holds on all chunks
         self.evicted = 0
-        self.evicted_from: Counter[int] = Counter()  # of these, by the tiers (bits) that had all their shards
-        self.wall = 0  # of the last `expire`, once a second
+        self.evicted_from: Counter[int] = Counter()  # evicted chunks, by the tiers (bits) that had all their shards
+        self.wall = 0  # seconds since 1970 at the last `expire`, once a second
         self.events: list[IndexEvent] = []  # since `take_events`
         self.serial = 0  # shards sealed so far
         self.uses = 0  # of chunks
         self.chains = Chains()
 
     def take_events(self) -> list[IndexEvent]:
-        """Remove and return what has happened since the last call."""
+        """Remove and return the events since the last call."""
         events, self.events = self.events, []
         return events
 
@@ -85,8 +86,8 @@ class Index:
     def reserve(self, namespace: Namespace, rank: int, run: Run, wall: int | None) -> Reservation:
         """Reserve this rank's missing shards of a run of chunks; evicts first, to make room.
 
-        wall: when they were computed (seconds since 1970), which renews existing chunks that were too old. None: their
-        bytes come from a tier; a client that has the bytes may replace them in the meantime.
+        wall: when the bytes were computed (seconds since 1970); a store renews existing chunks that were too old. None:
+        the bytes come from a tier; a client that has the same bytes may store them meanwhile.
         """
         if namespace.hiding:
             for at in range(0, len(run.hashes), HASH_BYTES):
@@ -106,7 +107,7 @@ class Index:
         return made
 
     def _make_room(self, plan: Plan) -> int:
-        """Evict chunks until an account can take what a plan needs; returns for how many chunks there is space.
+        """Evict chunks until an account has space for a plan; returns the number of chunks that have space.
 
         An account above its cap gets nothing: `trim` evicts the excess in steps, and this would do it in one.
         """
@@ -121,7 +122,7 @@ class Index:
         return min(fits, plan.count)
 
     def _take(self, plan: Plan, room: int) -> Reservation:
-        """Carry out a plan, of which `room` chunks find space. Cannot fail."""
+        """Carry out a plan, with space for `room` of its chunks. Cannot fail."""
         namespace, rank, run, wall = plan.namespace, plan.rank, plan.run, plan.wall
         account, taken = plan.account, plan.taken
         extents = self.allocator.allocate_run(run.size, room)
@@ -168,7 +169,7 @@ class Index:
         self.held += fresh + rewritten
         self.reserved += fresh + rewritten
         namespace.bytes += fresh * taken
-        account.used += fresh * taken  # as `charge`, without the cost of a call
+        account.used += fresh * taken  # the same as `charge`, without the cost of a call
         account.spare += fresh * taken
         for unused in extents:
             self.allocator.free(unused)
@@ -195,7 +196,7 @@ class Index:
         return chunk
 
     def _give_up(self, chunk: Chunk, rank: int, wall: int | None) -> None:
-        """Give up the load of a shard, whose place the caller takes. wall: as in `Plan`."""
+        """Give up the load of a shard; the caller puts another shard in its place. wall: see `Plan`."""
         self.accounts.lend(self._take_out(chunk, rank), chunk.namespace.tenant, chunk.salt)
         chunk.holds -= 1
         self.held -= 1
@@ -209,8 +210,8 @@ class Index:
 
     def _renew(self, chunk: Chunk, wall: int | None) -> None:
         """Note that a chunk is stored again, and keep it if it is pending removal. wall: when its bytes were computed
-        again (seconds since 1970): its sealed shards are recorded and saved in tiers anew, with that age. None: they
-        were not computed again, and keep their age."""
+        again (seconds since 1970); its sealed shards are then recorded and saved in tiers anew, with that age. None:
+        the bytes come from a tier and keep their age."""
         chunk.generation = self.namespaces.generation
         if chunk.state is not states.PENDING_REMOVAL:
             return
@@ -232,7 +233,8 @@ class Index:
     def finish(
         self, shards: Sequence[tuple[Chunk, int]], sums: Mapping[int, int], wall: int
     ) -> list[tuple[Chunk, int]]:
-        """Seal shards (chunk, rank) with a checksum in `sums`, by place; discard others. Returns the sealed ones."""
+        """Seal the shards (chunk, rank) whose places have checksums in `sums`; discard the others. Returns the sealed
+        ones."""
         sealed = []
         for place, shard in enumerate(shards):
             chunk = shard[0]
@@ -248,8 +250,8 @@ class Index:
         return sealed
 
     def seal(self, chunk: Chunk, rank: int, checksum: int = 0, born: int = 0) -> None:
-        """Make a reserved shard visible, record it, and release its hold. born: when it was computed, in seconds since
-        1970; a chunk is as old as its oldest shard."""
+        """Make a reserved shard visible, record it, and release its hold. born: when the shard was computed, in seconds
+        since 1970; a chunk is as old as its oldest shard."""
         self._seal(chunk, rank, checksum, born)
         self.chains.join((chunk,))
         self.release((chunk,))
@@ -275,13 +277,13 @@ class Index:
         self.events.append(Stored(chunk, rank))
 
     def discard(self, chunk: Chunk, rank: int) -> None:
-        """Remove a reserved shard that did not arrive, to which nobody writes any more; see `abandon`."""
+        """Remove a reserved shard that did not arrive and that nobody writes to any more; see `abandon`."""
         self.give_back(self.abandon(chunk, rank))
 
     def abandon(self, chunk: Chunk, rank: int) -> Shard:
         """Remove a reserved shard that did not arrive, and release its hold; with the last shard, remove the chunk, and
-        end all holds on it. Chunks behind it keep a parent that is never chained, so no chain has them. Nobody else
-        gets the extents before the caller gives the shard, which is returned, back."""
+        end all holds on it. Chunks behind it keep a parent that is never chained, so no chain has them. Returns the
+        shard: its extents stay allocated until the caller gives it back."""
         assert chunk.shards[rank].is_open, chunk.shards[rank].state
         self.events.append(Failed(chunk))
         shard = self._take_out(chunk, rank)
@@ -313,13 +315,14 @@ class Index:
     # -- holds and uses
 
     def hold(self, chunks: Sequence[Chunk]) -> None:
-        """Protect chunks from eviction until `release`."""
+        """Protect chunks from eviction until `release` is called as often."""
         for chunk in chunks:
             chunk.holds += 1
         self.held += len(chunks)
 
     def use(self, chunks: list[Chunk]) -> None:
-        """Count a use of chunks, once per request, not per hold: the head last, so that the tail is evicted first."""
+        """Count a use of chunks, once per request: the prompt's first chunk last, so that its last chunk is evicted
+        first."""
         for chunk in reversed(chunks):
             self.uses += 1
             chunk.used = self.uses
@@ -331,7 +334,7 @@ class Index:
         """Undo one `hold`."""
         for chunk in chunks:
             if chunk.gone:
-                continue  # its last shard did not arrive, which has ended its holds
+                continue  # `abandon` has ended the holds of this chunk
             assert chunk.holds > 0, chunk.key.hex()
             chunk.holds -= 1
             self.held -= 1
@@ -344,7 +347,7 @@ class Index:
     # -- mark corrupt, hide, remove
 
     def mark_corrupt(self, chunk: Chunk, rank: int) -> None:
-        """Stop using a sealed shard, whose bytes are wrong or were forgotten, until it is stored again."""
+        """Mark a sealed shard whose bytes are wrong or forgotten; nobody uses it until it is stored again."""
         shard = chunk.shards[rank]
         after = states.TRANSITIONS[shard.state][states.SPOIL]
         self.chains.unchain(chunk, states.SPOIL)
@@ -355,8 +358,8 @@ class Index:
         self.events.append(Hidden(chunk))
 
     def hide(self, chunk: Chunk, at_once: bool = True) -> None:
-        """Remove a chunk; if it is held or others are behind it, hide it and them until it can be removed. at_once: it
-        is not given out even to those who hold it. Only a later reservation of its key renews it."""
+        """Remove a chunk. If it is held or has chunks behind it, hide all of these until it can be removed. at_once:
+        not even requests that hold the chunk get it any more. Only a later reservation of its key renews it."""
         if is_evictable(chunk):
             self.remove(chunk, _DROPPED)
             return
@@ -369,7 +372,7 @@ class Index:
                 self.mark_corrupt(chunk, rank)
 
     def remove(self, chunk: Chunk, reason: Reason) -> None:
-        """Remove a chunk that nothing holds and that has nothing behind it, and those before it that wait for that."""
+        """Remove an evictable chunk (`is_evictable`), and the chunks before it whose removal waited for that."""
         assert is_evictable(chunk), chunk.key.hex()
         account = chunk.account
         if reason is _EVICTED:
@@ -385,17 +388,18 @@ class Index:
         while last is not None:
             for shard in last.shards.values():
                 shard.state = states.TRANSITIONS[shard.state][states.REMOVE]
-                self.namespaces.erase(shard)  # before its extents can be overwritten
+                self.namespaces.erase(shard)  # before others can overwrite its extents
                 self.allocator.free(shard.extents)
             last.shards.clear()
             last.namespace.bytes -= last.bytes
             account.charge(-last.bytes)
             last.bytes = 0
             last = self._unlink(last, reason)
-            reason = _DROPPED  # its ancestors were pending removal, and nothing is behind them any more
+            reason = _DROPPED  # the chunks before it were pending removal, and have none behind them any more
 
     def _unlink(self, chunk: Chunk, reason: Reason) -> Chunk | None:
-        """Take a chunk without shards out of namespace and chain; returns its parent if that must be removed too."""
+        """Take a chunk without shards out of its namespace and chain; returns its parent if that must be removed
+        too."""
         chunk.state = states.TRANSITIONS[chunk.state][states.REMOVE]
         chunk.gone = True
         before, account = chunk.parent, chunk.account
@@ -433,7 +437,7 @@ class Index:
     # -- the whole index
 
     def set_quota(self, tenant: str, quota: Quota | None, tag: bytes = b"") -> None:
-        """Give a tenant, or its cache salt (tag: keys.salt_tag), a quota; None: none. See accounts.py."""
+        """Set the quota of a tenant, or of its cache salt (tag: keys.salt_tag); None: remove it. See accounts.py."""
         self.accounts.set_quota(self.namespaces.all(), (tenant, tag), quota)
 
     def validate(self) -> None:

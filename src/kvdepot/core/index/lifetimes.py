@@ -4,8 +4,8 @@ A reader of the index's events; pure. Times are whole seconds of the wall clock.
 
 A chunk's last use is its store, or the last request whose prefix ended with it or with a chunk behind it. A hit marks
 only the end of the prefix, because a prompt may have hundreds of chunks; the mark passes to the chunk before when a
-chunk is removed. So it is exact for chunks with nothing behind them, and only those can be evicted: the time until
-reuse is taken of these alone. After a restart it is not known until the first use.
+chunk is removed. So the last use is exact for chunks with nothing behind them. Only those can be evicted, and only
+their times until reuse are counted. After a restart, the last use is not known until the first use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvdepot.protocol.status import Status
 
 _SAMPLED = 16
 _RECENT = 256
-"""Idle times that `holds_s` is the median of."""
+"""The number of latest idle times whose median is `holds_s`."""
 
 
 class Lifetimes:
@@ -32,7 +32,7 @@ class Lifetimes:
         self._recent: deque[int] = deque(maxlen=_RECENT)
 
     def read(self, events: Sequence[IndexEvent], wall: int) -> None:
-        """Count uses and evictions of chunks, one eviction in 16: counting all would make them 10 % slower."""
+        """Count uses, and one eviction in 16, because counting all evictions would make them 10 % slower."""
         for event in events:
             if type(event) is Used:  # `match` takes three times as long, and each lookup waits for it
                 end = event.chunks[-1]

@@ -1,8 +1,8 @@
-"""Which prefix of a prompt memory has, and which store in progress would make it longer. Queries only.
+"""Finds the prefix of a prompt that memory has, and the store in progress that would make it longer. Queries only.
 
-A group's reach says how many chunks before a boundary the engine needs of it to resume there: all (full attention), the
-last n (a sliding window, or a local chunk), or one (a state). A prefix ends at a boundary for which every KV cache
-group has what it needs.
+A KV cache group's reach is the number of its chunks before a boundary that the engine needs to resume there. It is all
+(full attention), the last n (a sliding window, or a local chunk), or one (a state). A prefix ends at a boundary for
+which every KV cache group has what it needs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ G = TypeVar("G")
 
 
 class Match(NamedTuple):
-    """The longest prefix of a prompt. namespaces: of its model, the first group of each. pins: the prefix in each.
-    chunks: how many whole ones all have. tail: the number of the lookup's tail behind them; None: none.
-    """
+    """The longest prefix of a prompt. namespaces: the first groups of its model's namespaces. pins: the prefix in each
+    of them. chunks: the number of whole chunks that all have. tail: the place in the lookup's `tails` of the tail
+    behind them; None: no tail."""
 
     namespaces: list[Namespace]
     pins: list[Pin]
@@ -31,7 +31,7 @@ class Match(NamedTuple):
     tail: int | None = None
 
     def tail_key(self, tails: Sequence[wire.Tail]) -> bytes:
-        """The key of the tail, which is one of these; empty: none."""
+        """The key of the match's tail, or empty if it has none. tails: the tails of the lookup."""
         return b"" if self.tail is None else tails[self.tail].key
 
 
@@ -42,7 +42,7 @@ def match_prompt(
     hashes: bytes,
     tails: Sequence[wire.Tail] = (),
 ) -> Match:
-    """The longest prefix of `hashes` (32 bytes per chunk), or of these and one of `tails`, that all of the model's
+    """The longest prefix of `hashes` (32 bytes per chunk), with one of `tails` if possible, that all of the model's
     namespaces have."""
     namespaces = for_lookup(
         known, (tenant, request.model, request.world_size), request.blocks_in_chunk, request.chunk_tokens
@@ -68,9 +68,9 @@ def match_prompt(
 def for_lookup(
     known: Namespaces, model: tuple[str, str, int], blocks_in_chunk: int = 0, chunk_tokens: int = 0
 ) -> list[Namespace]:
-    """The namespaces for a lookup, which names no layout: those of registered engines, otherwise the newest.
+    """The namespaces that a lookup, which names no layout, may mean: those of registered engines, else the newest one.
 
-    model: tenant, name, and number of ranks. For a model with several KV cache groups, the first group's.
+    model: tenant, name, and number of ranks. A model with several KV cache groups gives its first group's namespace.
     """
     namespaces = [
         namespace
@@ -106,9 +106,9 @@ def match(namespace: Namespace, hashes: bytes) -> Pin:
 
 
 def stored_by(match: Match, keys: bytes, withdrawals: int) -> tuple[wire.WriterRun, ...]:
-    """Who has stored the chunks of a match, from the prompt's start on. keys: theirs, with that of its tail.
+    """The writers of a match's chunks, from the prompt's start on. keys: the chunks' keys, and that of the tail.
 
-    withdrawals: as of the model's `Namespaces`; until it changes, no shard of a match gets another writer.
+    withdrawals: the count of `Namespaces`; until it changes, no shard of a match gets another writer.
     """
     groups = [group for namespace in match.namespaces for group in namespace.groups]
     found: list[list[wire.WriterRun]] = []
@@ -168,7 +168,7 @@ def _chain(namespace: Namespace, hashes: bytes) -> Pin:
 
 
 def _unbroken(deepest: Chunk) -> tuple[int, Chunk | None]:
-    """The complete part of a chain from its start: its length and its last chunk. O(depth)."""
+    """The part of a chain before its first gap: its length and its last chunk. O(depth)."""
     found: Chunk | None = deepest
     chunk: Chunk | None = deepest
     while chunk is not None:
@@ -209,7 +209,7 @@ def is_missing(namespace: Namespace, rank: int, key: bytes) -> bool:
 def deepest_boundary(bounded: Sequence[tuple[G, int]], end: int, has: Callable[[G, int], bool]) -> int:
     """The largest boundary d <= `end` for which each bounded group has the parts of its last `reach` chunks before d.
 
-    bounded: groups with their reaches. has(group, i): whether the part of chunk i, counted from 0, is there.
+    bounded: groups with their reaches. has(group, i): whether the group has its part of chunk i, counted from 0.
     """
     agreed = 0  # groups in a row that have what the boundary needs
     number = 0
@@ -219,13 +219,13 @@ def deepest_boundary(bounded: Sequence[tuple[G, int]], end: int, has: Callable[[
         while at > max(0, end - reach):
             at -= 1
             if not has(group, at):
-                end, agreed = at, 1  # every boundary whose window holds this part lacks it
+                end, agreed = at, 1  # every boundary whose window contains this chunk lacks it
         number = (number + 1) % len(bounded)
     return end
 
 
 def needed_parts(reach: int, end: int) -> range:
-    """The chunks whose parts a group needs at the boundary `end`."""
+    """The places of the chunks whose parts a group needs at the boundary `end`. reach, end: in chunks."""
     return range(max(0, end - reach) if reach else 0, end)
 
 

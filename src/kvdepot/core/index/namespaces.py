@@ -1,4 +1,4 @@
-"""The namespaces of an index: found by the meaning of their chunks' bytes, recorded, and dropped once unused.
+"""The namespaces of an index: finds the one whose bytes mean the same, records namespaces, and drops unused ones.
 
 Used by core/ on the deciding thread. Invariant: two layouts share a namespace only if everything known about them
 agrees.
@@ -16,12 +16,12 @@ from kvdepot.protocol.wire import Group
 
 
 class Namespaces:
-    """The namespaces of one index, and their records and those of their shards."""
+    """The namespaces of one index, with the records of namespaces and shards."""
 
     def __init__(self, records: Records, chunk_tokens: int = 0) -> None:
-        """chunk_tokens: of namespaces that do not say."""
+        """chunk_tokens: tokens per chunk of namespaces that do not say it."""
         self.generation = 0  # removals that have begun
-        self.withdrawals = 0  # how often something was hidden from those who had found it
+        self.withdrawals = 0  # the number of times that chunks were hidden from requests that had found them
         self._records = records
         self.writers = Writers(records)
         self._chunk_tokens = chunk_tokens
@@ -36,7 +36,8 @@ class Namespaces:
     def find_groups(
         self, model: str, world_size: int, rank: int, groups: Sequence[Group], tenant: str = "", chunk_tokens: int = 0
     ) -> list[Namespace]:
-        """The namespaces of a model's KV cache groups, given one rank's; creates them unless everything known agrees.
+        """The namespaces of a model's KV cache groups, as one rank describes them; creates them unless everything known
+        agrees.
 
         Sizes are compared too, because the client could send a wrong fingerprint, and the size is what is copied.
         """
@@ -62,7 +63,7 @@ class Namespaces:
         return found
 
     def drop_emptied(self) -> None:
-        """Forget namespaces that have lost their last chunk: not while a decision is made, which may be about them."""
+        """Forget namespaces that have lost their last chunk; not during a decision, which may be about them."""
         while self.emptied:
             self.forget(self.emptied.popitem()[0])
 
@@ -84,14 +85,13 @@ class Namespaces:
                 each.slot, each.recorded = None, 0
 
     def quarantine(self, namespace: Namespace) -> None:
-        """Let no lookup find a namespace's chunks any more; this survives the server, as they do."""
+        """Let no lookup find a namespace's chunks any more. The quarantine survives a restart, as the chunks do."""
         namespace.is_quarantined = True
         self.withdrawals += 1
         if namespace.recorded:
             self._record(namespace)
 
     def release(self, namespace: Namespace) -> None:
-        """Let lookups find its chunks again."""
         namespace.is_quarantined = False
         if namespace.recorded:
             self._record(namespace)
@@ -117,8 +117,8 @@ class Namespaces:
             self.forget(namespace)
 
     def record(self, chunk: Chunk, rank: int, serial: int) -> None:
-        """Record a sealed shard in place of its earlier record, and first its namespace and its writer if necessary;
-        without room for those, not the shard either."""
+        """Record a sealed shard in place of its earlier record. Its namespace and its writer are recorded first if
+        necessary; without room for these records, the shard is not recorded."""
         namespace, shard, before = chunk.namespace, chunk.shards[rank], chunk.parent
         self.erase(shard)
         if namespace.recorded < len(namespace.layouts):
@@ -135,14 +135,14 @@ class Namespaces:
                 self.writers.drop_shard(shard.writer)
 
     def erase(self, shard: Shard) -> None:
-        """Erase a shard's record, if it has one."""
         if shard.slot is not None:
             self._records.erase(shard.slot)
             shard.slot = None
             self.writers.drop_shard(shard.writer)
 
     def _record(self, namespace: Namespace) -> None:
-        """Replace its record. The new one is written before the old one is erased; without room, the old one stays."""
+        """Replace a namespace's record: the new one is written before the old one is erased; without room, the old one
+        stays."""
         slot = self._records.write(
             NamespaceRecord(
                 namespace.number,

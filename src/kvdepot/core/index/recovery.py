@@ -1,9 +1,10 @@
 """Rebuilds the index from the records of an earlier server. Called once before a server serves, and by cli/check.py.
 
-Invariant: nothing is restored that could be served wrong. A record must be valid by itself (extents inside the part of
-the arena that still exists, a key, a rank whose layout is known) and with the others (one record per shard, no byte in
-two shards, a record of its writer). Each invalid record is dropped and counted. The chunks behind a dropped one are no
-prefix any more. Of a model whose namespaces' records contradict each other, everything is dropped.
+Invariant: nothing is restored that could be served wrong. A record must be valid by itself: extents inside the part of
+the arena that still exists, a key, and a rank whose layout is known. It must also be valid with the others: one record
+per shard, no byte in two shards, and a record of its writer. Each invalid record is dropped and counted. The chunks
+behind a dropped one are no prefix any more. If the records of a model's namespaces contradict each other, everything of
+that model is dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvdepot.protocol.wire import MAX_CHUNKS, MAX_GROUPS
 from kvdepot.tiers.format import SALT_BYTES
 
 _MOST = 1 << 62
-"""Limit of restored serials and numbers, so that those counted on from them still fit a record."""
+"""Limit of restored serials and numbers. Later numbers, which are counted on from these, still fit a record."""
 
 
 class _Recorded(NamedTuple):
@@ -55,15 +56,14 @@ class Restored:
 
 
 class InUse(NamedTuple):
-    """Memory that a client of an earlier server may still read or write. chunk: whose bytes are there, and which is
-    held for as long; None: they are of a store that had not ended, or of no chunk any more, and `shard` keeps them."""
+    """Memory that a client of an earlier server may still read or write. chunk: the chunk with these bytes, which is
+    held meanwhile. None: no chunk has them, for example because a store had not ended; `shard` keeps the memory."""
 
     extents: Extents
     chunk: Chunk | None
     shard: Shard | None = None
 
     def end(self, index: Index) -> None:
-        """The client uses it no more."""
         if self.chunk is not None:
             index.release([self.chunk])
         if self.shard is not None:
@@ -79,9 +79,9 @@ def restore(
 ) -> Restored:
     """Fill an empty index from its records.
 
-    data: the table's bytes, if the caller has read them already. limit: bytes at or behind this offset of the arena
-    are lost. wall: the time in seconds since 1970, at which chunks from the future count as computed; None: any.
-    used: offsets and sizes of memory that clients of the earlier server still use.
+    data: the table's bytes, if the caller has read them already. limit: bytes at or behind this offset of the arena are
+    lost. wall: seconds since 1970 now; chunks with a later time get this time. None: any time is accepted. used:
+    offsets and sizes of memory that clients of the earlier server still use.
     """
     contents = index.records.read(data)
     restored = Restored(damaged=contents.damaged)
@@ -100,7 +100,7 @@ def restore(
     shards, places = _plausible(index, shards, namespaces, index.allocator.end if limit is None else limit, restored)
     gaps, used_slots = _match(index.allocator, used, places)
     index.allocator.occupy(sorted([*places, *gaps]) if gaps else places)
-    # In the order of their stores: neighbours in a chain are then neighbours in memory.
+    # In the order of their stores, so that neighbours in a chain are neighbours in memory.
     shards.sort(key=lambda item: item[1].serial)
     parents: dict[int, dict[bytes, bytes]] = {number: {} for number in namespaces}  # keys, by key
     for slot, record in shards:
@@ -133,7 +133,7 @@ def restore(
 
 
 def _date(index: Index, wall: int) -> None:
-    """Date chunks that seem to be computed later than now, as the clock was ahead, and record that."""
+    """Give the time `wall` to chunks with a later time (the clock was ahead), and record it."""
     for chunk in [chunk for each in index.namespaces.all() for chunk in each.chunks.values() if chunk.born > wall]:
         chunk.born = wall
         index.accounts.ages.record(chunk)
@@ -159,8 +159,8 @@ def _adopt(index: Index, namespaces: list[Namespace], serial: int) -> None:
 
 
 def _read_writers(index: Index, contents: Contents) -> dict[int, tuple[int, str]]:
-    """The slots and names of the writers that are recorded once, by number; erases the others, whose shards are
-    dropped."""
+    """The slots and names of the writers that are recorded once, by number. Records of other writers are erased, and
+    their shards are dropped."""
     found = [(slot, record) for slot, record in contents.records if isinstance(record, WriterRecord)]
     uses = Counter[int | str](fact for _, record in found for fact in (record.number, record.name))
     writers: dict[int, tuple[int, str]] = {}
@@ -207,7 +207,7 @@ def _add_namespace(
 def _join(index: Index, recorded: dict[int, _Recorded], restored: Restored) -> list[Namespace]:
     """The namespaces of all models whose records agree, all KV cache groups of each; drops the other models' records.
 
-    A group that has no record, as nothing of it was stored, gets an empty namespace.
+    A group without a record (nothing of it was stored) gets an empty namespace.
     """
     models: dict[int, list[_Recorded]] = {}  # by the number of the first group's namespace
     for each in recorded.values():
@@ -247,7 +247,7 @@ def _plausible(
     limit: int,
     restored: Restored,
 ) -> tuple[list[tuple[int, ShardRecord]], list[tuple[int, int, int]]]:
-    """The valid records, and their extents with the slots, ascending; erases the others."""
+    """The valid records, and their extents with the slots, ascending; erases the invalid records."""
     start, end = index.allocator.start, min(index.allocator.end, limit)
     is_cut = limit < index.allocator.end
     lost = "its bytes were cut off" if is_cut else "its bytes lie behind the end of the arena, which is smaller now"
@@ -290,8 +290,8 @@ def _plausible(
 def _match(
     allocator: Allocator, used: Sequence[tuple[int, int]], places: Sequence[tuple[int, int, int]]
 ) -> tuple[list[tuple[int, int, int]], set[int]]:
-    """The parts of used memory that are in no valid record, in whole pages, and the slots of the records that are.
-    places: extents of records with their slots, ascending."""
+    """The parts of used memory that no valid record has, in whole pages, and the slots of the records that have other
+    parts. places: extents of records with their slots, ascending."""
     gaps, slots, reached = list[tuple[int, int, int]](), set[int](), allocator.start
     for start, size in sorted(used):
         at = max(reached, start - (start - allocator.start) % PAGE)
@@ -361,7 +361,8 @@ def _add_shard(
 
 
 def _link(index: Index, namespace: Namespace, parents: dict[bytes, bytes]) -> None:
-    """Link each chunk to its parent, if that exists, and chain those that are whole together with all before them."""
+    """Link each chunk to its parent, if that exists, and chain each whole chunk that has only whole chunks before
+    it."""
     for chunk in namespace.chunks.values():
         before, _ = link(namespace, chunk.key, parents[chunk.key], chunk.position, chunk.salt)
         if before is not None:

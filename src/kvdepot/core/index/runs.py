@@ -2,6 +2,13 @@
 
 `Index.reserve` asks and then acts: `classify` finds the case of each chunk and changes nothing, then space is made, and
 then the plan is carried out, which cannot fail.
+
+There are cases because a run meets chunks in all states: other engines store the same prompts, tiers load them, and
+removals hide them. A slow load must not block an engine that has computed the same bytes, so a store takes its place
+(LATE). A run ends at the first chunk without space, and at a MISFIT: no lookup would find the chunks behind it.
+
+Doubts: a load is given up even if it is nearly done, because nobody knows that here. KNOWN covers several reasons,
+because nothing is done about any of them.
 """
 
 from __future__ import annotations
@@ -24,11 +31,11 @@ class Run(msgspec.Struct, frozen=True, gc=False):
     hashes: bytes  # 32 bytes per chunk
     size: int  # bytes of one shard
     parent: bytes = b""  # the hash of the chunk before the first one; empty: unknown, so that all of them are loose
-    position: int = 0  # the number of the first chunk in its prompt, counted from 1
+    position: int = 0  # place of the first chunk in its prompt, counted from 1
     salt: bytes = b""  # the salt that the chunks are stored under
-    continues: bytes = b""  # the key of a tail that these chunks make useless: it is evicted first
+    continues: bytes = b""  # the key of a tail that these chunks make useless, so that the tail is evicted first
     depth: float = inf
-    """The depth (wants.py) of the request that these chunks are loaded for; infinity: only those that lack them say."""
+    """The depth (wants.py) of the request that these chunks are loaded for; infinity: they are not loaded for one."""
 
 
 class Refusal(Enum):
@@ -41,7 +48,7 @@ class Refusal(Enum):
 
 
 class ChunkCase(Enum):
-    """A chunk of a run, by what its reservation does about it. The first three need space."""
+    """The case of one chunk of a run: the step that a reservation takes about it. The first three need space."""
 
     NEW = "the index does not have it: it is inserted, with this rank's shard"
     LACKING = "it lacks this rank's shard, which it gets"
@@ -59,7 +66,7 @@ class Plan(msgspec.Struct, gc=False):
     """The case of each chunk of a run, with its key, and the chunk if it exists: what a reservation is going to do.
 
     wall: when the bytes were computed (seconds since 1970); None: they come from a tier. taken: bytes of the arena that
-    one shard takes. count: chunks that need space.
+    one shard takes. count: the number of chunks that need space.
     """
 
     namespace: Namespace
@@ -74,7 +81,7 @@ class Plan(msgspec.Struct, gc=False):
 
 
 def classify(namespace: Namespace, rank: int, run: Run, wall: int | None, account: Account) -> Plan:
-    """Find the case of each chunk of a run. account: the one that asks. wall: as in `Plan`."""
+    """Find the case of each chunk of a run. account: the account that pays for the chunks. wall: see `Plan`."""
     hashes, chunks = run.hashes, namespace.chunks
     keys = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
     plan = Plan(namespace, rank, run, wall, account, Allocator.rounded(run.size), keys)
@@ -88,11 +95,11 @@ def classify(namespace: Namespace, rank: int, run: Run, wall: int | None, accoun
 
 
 def needed(plan: Plan) -> list[Chunk]:
-    """The chunks that must stay until a plan is carried out: those of its run, and those that new ones will follow."""
+    """The chunks that must stay until a plan is carried out: those of its run, and the parents of its new chunks."""
     run, chunks = plan.run, [chunk for _, chunk, _ in plan.steps if chunk is not None]
     new = [key for key, chunk, _ in plan.steps if chunk is None]
     if not plan.namespace.reach:
-        new = new[:1] if new[:1] == plan.keys[:1] else []  # the others follow chunks of the run
+        new = new[:1] if new[:1] == plan.keys[:1] else []  # the parents of the others are in the run
     return chunks + [
         before
         for key in new
@@ -112,7 +119,7 @@ def _case_of(chunk: Chunk, plan: Plan) -> ChunkCase:
     if is_own and shard.state is states.CORRUPT and is_free_to_write(chunk, is_load):
         return SPOILED
     if is_own and shard.state is states.LOADING:
-        # Other shards that are open must not become part of a chunk that is renewed.
+        # A renewed chunk must not get shards that others began to write before the renewal.
         others = any(each.is_open for each in chunk.shards.values() if each is not shard)
         return KNOWN if is_pending and others else LATE
     return KNOWN
@@ -121,7 +128,7 @@ def _case_of(chunk: Chunk, plan: Plan) -> ChunkCase:
 def is_free_to_write(chunk: Chunk, is_load: bool = False) -> bool:
     """Whether a corrupt shard of a chunk can be rewritten: nobody reads the bytes of its other shards.
 
-    If the chunk is pending removal, an earlier reservation must not become part of the chunk that a store renews.
+    A store that renews a chunk pending removal must not get shards that an earlier reservation still writes.
     """
     if chunk.state is states.PENDING_REMOVAL and not is_load:
         return not chunk.holds
@@ -129,10 +136,10 @@ def is_free_to_write(chunk: Chunk, is_load: bool = False) -> bool:
 
 
 class Reservation(msgspec.Struct, gc=False):
-    """The outcome for a run. The shards of `chunks` may be written; these chunks are held until `seal` or `discard`."""
+    """The result of reserving a run. The shards of `chunks` may be written; `seal` or `discard` ends their hold."""
 
     chunks: list[Chunk]
     places: list[int]  # the places of `chunks` in the run
     known: int = 0  # chunks that exist, or that others write or still read
     refusal: Refusal | None = None
-    refused: int = 0  # chunks from the first refused one on: they are useless without it
+    refused: int = 0  # the first refused chunk and all behind it, which are useless without it

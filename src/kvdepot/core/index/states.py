@@ -6,10 +6,10 @@
 Invariant: a state changes by the table alone. A transition that the state does not allow is a bug, and ends the server
 before anything is changed: KV that is wrong is worse than a restart, after which records say what is there.
 
-A chunk has one state and not one for each of the facts that decide it (sealed ranks, a chain before it, a removal),
-because each lookup asks whether it is CHAINED, and one comparison answers that. A slow load from a tier must not block
-an engine that has computed the same shard. So LOADING differs from RESERVED: a load may be given up, which takes its
-shard out of the chunk.
+A chunk has one state, and not one for each fact that decides it (sealed ranks, a chain before it, a removal). The
+reason is speed: each lookup asks whether chunks are CHAINED, and one comparison answers that. A slow load from a tier
+must not block an engine that has computed the same shard. So LOADING differs from RESERVED: a load may be given up,
+which takes its shard out of the chunk.
 
 Doubts: CORRUPT says "must not be used", whatever the reason, so a forgotten shard looks like a damaged one. Whether a
 removal in progress hides a chunk (`chunk.is_forgotten`) is no state, because a removal covers more chunks than one step
@@ -30,27 +30,27 @@ class ChunkState(IntEnum):
     LOADING = 1  # its bytes are being read from a tier
     SEALED = 2  # its bytes are what was stored
     CORRUPT = 3  # it was sealed, but its bytes must not be used: they are not what was stored, or were forgotten
-    FREED = 4  # it is in no chunk; the allocator has its extents, or gets them when a load that was given up has ended
+    FREED = 4  # it is in no chunk; its extents are free, or will be when a load that was given up has ended
     # of a chunk
     FILLING = 5  # not sealed on every rank
     WHOLE = 6  # sealed on every rank, but not known to have a complete chain before it
     CHAINED = 7  # sealed on every rank, and so were all before it in its chain
     PENDING_REMOVAL = 8
-    """No lookup finds it. It is removed when nothing holds it and nothing is behind it, unless it is stored again."""
+    """No lookup finds it. It is removed once nothing holds it and no chunk is behind it, unless it is stored again."""
     GONE = 9
 
 
 class Transition(IntEnum):
     """A change of the state of a shard, of a chunk, or of both at once."""
 
-    RESERVE = 0  # A shard (of the chunk) is going to be written
-    LOAD = 1  # A shard is going to be read from a tier
+    RESERVE = 0  # a shard of the chunk is going to be written
+    LOAD = 1  # a shard is going to be read from a tier
     SEAL = 2  # all bytes of a shard have arrived
     COMPLETE = 3  # all shards of the chunk are sealed
     CHAIN = 4  # all chunks before this one are chained
     SPOIL = 5  # bytes of a sealed shard are not what was stored, or must not be used
     HIDE = 6  # the chunk was forgotten, or is too old, and cannot be removed yet
-    RENEW = 7  # A chunk that was pending removal is stored again
+    RENEW = 7  # a chunk that was pending removal is stored again
     REMOVE = 8
 
 
@@ -59,7 +59,7 @@ class IllegalTransition(AssertionError):
 
 
 class _Row(dict[Transition, ChunkState]):
-    """The transitions that one state allows, and the state after each. Others raise IllegalTransition."""
+    """The transitions that one state allows, with the state after each. All others raise IllegalTransition."""
 
     def __init__(self, state: ChunkState, allowed: dict[Transition, ChunkState]) -> None:
         super().__init__(allowed)
@@ -69,7 +69,7 @@ class _Row(dict[Transition, ChunkState]):
         raise IllegalTransition(f"{transition.name} cannot happen in the state {self._state.name}")
 
 
-# Attributes of an enum are slow to get, and every step needs these.
+# Module names, because attributes of an enum are slow to get and every step needs these states.
 RESERVED, LOADING, SEALED, CORRUPT, FREED, FILLING, WHOLE, CHAINED, PENDING_REMOVAL, GONE = ChunkState
 RESERVE, LOAD, SEAL, COMPLETE, CHAIN, SPOIL, HIDE, RENEW, REMOVE = Transition
 

@@ -1,16 +1,17 @@
 """Wants: the chunks that requests in their engines' queues are going to read, which are evicted last.
 
 Used by core/ on the deciding thread; pure. A queue is the future: what a request in it needs is read as soon as its
-turn comes. So each such request has a **want** of the chunks that it would find. Nothing holds a wanted chunk. It goes
-when nothing unwanted is left in its account, and only for a request that comes sooner, the last in the queue first.
+turn comes. So each such request has a **want** of the chunks that it would find. A want holds nothing: when its account
+has no unwanted chunk left, a wanted chunk is evicted, but only for a request that comes sooner. The last in the queue
+loses its chunks first.
 
-**Depth.** A want's depth is the number of bytes that the wants before it in the queue of its engine, its **owner**, ask
-for. So of each queue the same number of bytes is protected, whatever its length: the far end of an engine that floods
-the depot is evicted first. A `place` that a client claims orders its own queue only. (The decision "Wanted, not pinned"
+**Depth.** A want's depth is the number of bytes that earlier wants in the queue of its **owner**, an engine, ask for.
+So each queue has the same number of bytes protected, whatever its length. If an engine floods the depot, the far end of
+its queue is evicted first. A `place` that a client claims orders its own queue only. (The decision "Wanted, not pinned"
 names the roads not taken.)
 
-Invariants: `Chunk.wants` is the number of wants that have the chunk among their tops. A **top** is what a pin would
-hold: nothing before it is evicted sooner. When a top goes, those who want it want the chunk before it.
+Invariants: `Chunk.wants` is the number of wants that have the chunk among their tops. A **top** is a chunk that a pin
+would hold: no chunk before it is evicted sooner. When a top is evicted, its wants pass to the chunk before it.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from operator import itemgetter
 from kvdepot.core.index.chunk import Account, Chunk, Namespace, is_evictable
 
 _MOST_TOPS = 1 << 16
-"""Tops of all wants of one owner. A model with windows has many for each want; those of later wants are unprotected."""
+"""The most tops of all wants of one owner. A model with windows has many per want; further tops are unprotected."""
 
 
 @dataclass(slots=True, eq=False)
 class Want:
     """The claim of one request in a queue on what it is going to read.
 
-    order: its place in its owner's queue, and its number of arrival. size: bytes that its request asks for. tops: by
-    id(). missing: model and key of the first chunk that it lacks.
+    order: its place in its owner's queue, and its number of arrival. size: bytes that its request asks for. tops: the
+    chunks, by id(). missing: the model's number and the key of the first chunk that memory lacks.
     """
 
     owner: object
@@ -45,7 +46,7 @@ class Want:
 
 
 class _Queue:
-    """The wants of one owner by their order, with what the sums of their sizes are made from."""
+    """The wants of one owner in their order, with lists of their orders to search and of their sizes to sum."""
 
     __slots__ = ("orders", "sizes", "tops", "wants")
 
@@ -64,17 +65,17 @@ class _Queue:
 
 
 class Wants:
-    """All wants of one index. Its caller limits their number, and ends each of them."""
+    """All wants of one index. The caller limits their number, and ends each want."""
 
     def __init__(self) -> None:
         self._queues: dict[object, _Queue] = {}  # by owner
         self._wanters: dict[int, dict[Want, None]] = {}  # by id() of a top
         self._missing: dict[tuple[int, bytes], dict[Want, None]] = {}
         self._numbers = itertools.count()
-        # Each account's wanted chunks, with the depths of their earliest wants, the deepest last; empty: to be made.
+        # Each account's wanted chunks with the depths of their earliest wants, the deepest last; empty: not arranged.
         self._orders: dict[int, list[tuple[int, Chunk]]] = {}
-        self._depths: dict[int, int] = {}  # of chunks in them, by id(): only the item with this depth counts
-        self._given: tuple[list[tuple[int, Chunk]], int] | None = None  # where the last victim stands
+        self._depths: dict[int, int] = {}  # by id() of a chunk in `_orders`: the depth whose item counts
+        self._given: tuple[list[tuple[int, Chunk]], int] | None = None  # the list and place of the last victim
 
     def __len__(self) -> int:
         return sum(len(queue.wants) for queue in self._queues.values())
@@ -82,8 +83,8 @@ class Wants:
     # -- queues
 
     def join(self, owner: object, place: int, size_bytes: int) -> Want:
-        """Let a request that asks for `size_bytes` enter its owner's queue, behind those of its place and of lower
-        ones. It wants nothing yet."""
+        """Let a request that asks for `size_bytes` enter its owner's queue, behind requests with the same or a lower
+        place. Its want has no tops yet."""
         want = Want(owner, (place, next(self._numbers)), size_bytes)
         queue = self._queues.setdefault(owner, _Queue())
         at = bisect_left(queue.orders, want.order)
@@ -109,7 +110,6 @@ class Wants:
         self._wait_for(want, None if missing is None else (missing[0].groups[0].number, missing[1]))
 
     def unwant(self, want: Want) -> None:
-        """A request leaves its queue, which ends its want."""
         queue = self._queues[want.owner]
         for chunk in list(want.tops.values()):
             self._drop(want, chunk)
@@ -133,7 +133,7 @@ class Wants:
         return inf if want is None else self.depth(want)
 
     def waiting_for(self, namespace: Namespace, *keys: bytes) -> Want | None:
-        """The earliest want, by depth, of which one of these is the first missing chunk."""
+        """The want with the least depth whose first missing chunk is one of these; None: there is none."""
         earliest: dict[object, Want] = {}
         for key in keys:
             for want in self._missing.get((namespace.groups[0].number, key), ()):
@@ -176,9 +176,9 @@ class Wants:
     # -- victims
 
     def victim(self, account: Account, depth: float) -> Chunk | None:
-        """The chunk of an account that is wanted last, and behind `depth`, for the caller to remove. A chunk that
-        several want counts as wanted by the earliest. O(1), but for chunks that are wanted later and cannot be evicted;
-        the first call after a change of the queues passes over all wants."""
+        """The account's chunk with the deepest want, if that is deeper than `depth` (bytes), for the caller to remove.
+        The earliest want of a chunk decides its depth. O(1) if the deepest chunks can be evicted, but the first call
+        after a change of the queues sorts all wants."""
         self._given = None
         if not self._wanters:
             return None
@@ -202,20 +202,20 @@ class Wants:
             *map(_Queue.from_its_end, self._queues.values()), key=itemgetter(0), reverse=True
         ):
             for number, chunk in reversed(want.tops.items()):
-                found.pop(number, None)  # it stands where its earliest want does
+                found.pop(number, None)  # its earliest want decides its place
                 found[number] = depth, chunk
         for depth, chunk in reversed(found.values()):
             self._orders.setdefault(id(chunk.account), []).append((depth, chunk))
         self._depths = {number: depth for number, (depth, _) in found.items()}
 
     def disarrange(self) -> None:
-        """Forget in which order chunks are wanted: it has changed, or their accounts have."""
+        """Forget the order in which chunks are wanted, because it or an account of the chunks has changed."""
         if self._depths:
             self._orders, self._depths, self._given = {}, {}, None
 
     def lost(self, chunk: Chunk, before: Chunk | None) -> None:
-        """A wanted chunk is gone: the one before it in its chain, if there is one, is wanted instead, and this one is
-        the first that is missing."""
+        """Note that a wanted chunk is gone. Its wants pass to the chunk before it in its chain, if there is one, and
+        the chunk becomes their first missing one."""
         before = None if before is None or before.gone else before
         for want in self._wanters.pop(id(chunk)):
             self._wait_for(want, (chunk.namespace.groups[0].number, chunk.key))
@@ -235,7 +235,7 @@ class Wants:
     # -- checks
 
     def check(self, namespaces: Iterable[Namespace]) -> None:
-        """Raise AssertionError unless each chunk is wanted as often as it says; O(n), for tests."""
+        """Raise AssertionError unless each chunk's number of wants is right; O(n), for tests."""
         chunks = {id(chunk): chunk for each in namespaces for chunk in each.chunks.values()}
         wants = [want for queue in self._queues.values() for want in queue.wants]
         tops = [(number, want) for want in wants for number in want.tops]

@@ -1,8 +1,8 @@
 """The writers (wire.Register) that the records of shards name, so that a restart forgets none of them.
 
 Used by core/index/ on the deciding thread. Invariant: while a shard's record has a writer's number, the table has the
-record of that writer; so there are never more of these than records of shards. A number is small, and free again with
-its last shard, so a shard's record keeps its size.
+record of that writer, so there are never more records of writers than of shards. A writer's number is small, and is
+free again once no shard has it, so that the record of a shard keeps its size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvdepot.core.index.chunk import Namespace
 from kvdepot.memory.records import Records, WriterRecord
 
 MOST_WRITERS = 1024
-"""Writers that are recorded at a time: each may take ten slots of the table. Shards of others are not recorded."""
+"""The most writers with a record: each may take ten slots of the table. Shards of further writers are not recorded."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Writers:
         return len(self._known)
 
     def add_shard(self, name: str) -> int | None:
-        """The number for one more record of a shard of this writer; 0 if it has no name, None if it finds no room."""
+        """Count one more recorded shard of a writer; returns its number: 0 without a name, None without room."""
         if not name:
             return 0
         known = self._known.get(name)
@@ -52,7 +52,7 @@ class Writers:
         return known.number
 
     def drop_shard(self, name: str) -> None:
-        """Note that a record which `add_shard` has counted is erased, or was not written."""
+        """Undo one `add_shard`: the shard's record is erased, or was not written."""
         known = self._known.get(name)
         if known is not None:
             known.shards -= 1
@@ -61,14 +61,14 @@ class Writers:
                 del self._known[name]
 
     def check(self, namespaces: Iterable[Namespace]) -> None:
-        """Raise AssertionError unless the numbers of shards are those of the index."""
+        """Raise AssertionError unless each writer counts as many shards as the index has records of."""
         shards = [shard for each in namespaces for chunk in each.chunks.values() for shard in chunk.shards.values()]
         recorded = Counter(shard.writer for shard in shards if shard.slot is not None and shard.writer)
         assert recorded == {name: each.shards for name, each in self._known.items()}, "a writer has other shards"
 
     def adopt(self, found: Mapping[int, tuple[int, str]], shards: Mapping[int, int]) -> None:
-        """Take over the records that recovery.py has read: slots and names, and the number of shards, by number. Those
-        without shards are erased."""
+        """Take over the records that recovery.py has read. found: slot and name of each writer, by its number. shards:
+        how many shards have the number; writers without shards are erased."""
         for number, (slot, name) in found.items():
             if shards.get(number) and name not in self._known:
                 self._known[name] = _Named(number, slot, shards[number])

@@ -8,7 +8,8 @@ from kvdepot.protocol.keys import HASH_BYTES
 
 
 def hit_of(match: Match, request: wire.Lookup, withdrawals: int, summed_below: int) -> wire.Hit:
-    """The answer to a lookup that has found `match`. withdrawals: as of the index. summed_below: see admission.py."""
+    """The answer to a lookup that has found `match`. withdrawals: the index's count of them. summed_below: chunks whose
+    keys begin with a byte below this number have a checksum."""
     if not (request.writers or request.layout):
         return wire.Hit(match.chunks, match.tail)
     keys = request.hashes[: match.chunks * HASH_BYTES] + match.tail_key(request.tails)
@@ -18,8 +19,7 @@ def hit_of(match: Match, request: wire.Lookup, withdrawals: int, summed_below: i
 
 
 def _places(match: Match, request: wire.Lookup, withdrawals: int, summed_below: int) -> wire.Places | None:
-    """Where the last chunks of a match are, if an engine may copy them itself; the same as `Transfers.retrieve`
-    allows."""
+    """Where the last chunks of a match are; None: an engine may not copy them itself (as in `Transfers.retrieve`)."""
     is_plain = len(match.namespaces) == 1 and match.namespaces[0].is_simple and match.tail is None
     size = match.namespaces[0].sizes.get(0, 0) if is_plain else 0
     if not (size and match.chunks and request.pins) or summed_below > 0xFF:

@@ -1,7 +1,7 @@
 """The pin budget: the bytes that lookups may hold for requests that their engines have not begun.
 
-Used by core/lookups/lookups.py and core/pins.py; plain data on the deciding thread. Invariant: all shares of the
-budget, but for the largest one of each client, are within three quarters of the arena.
+Used by core/lookups/lookups.py and core/pins.py; plain data on the deciding thread. Invariant: without the largest
+share of each client, all shares together are at most three quarters of the arena.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ class PinBudget:
     """The bytes that lookups hold, or may come to hold, for requests that wait.
 
     A request waits from its lookup to its first retrieve, or to its session's end: engines limit what they run, but not
-    their queues. What requests share counts once, up to the last mark before they part.
+    their queues. Chunks that requests share count once, up to the last mark (`_MARKS`) before they differ.
     """
 
     def __init__(self, capacity: int) -> None:
         """capacity: bytes of the arena."""
         self.bytes = 0
-        self.has_freed = False  # shares have ended since those who wait for room were last tried
+        self.has_freed = False  # shares have ended since the searches that wait for room were last tried
         # A quarter is left for stores, whatever clients do. The queue of one engine alone gets three eighths (`fits`),
-        # usually more than copies can move in a step, so it costs no request a step.
+        # usually more than copies can move in one step of the engine, so no request is delayed by a step.
         self.most_bytes = capacity - capacity // 4
-        self._marks: dict[bytes, list[int]] = {}  # the shares that have it, and its bytes
-        self._clients: dict[Client, list[int]] = {}  # its shares, and the bytes that they brought
-        self._tenants: dict[str, dict[Client, list[int]]] = {}  # the same, of each tenant's clients
+        self._marks: dict[bytes, list[int]] = {}  # by mark: the shares that have it, and its bytes
+        self._clients: dict[Client, list[int]] = {}  # by client: its shares, and the bytes that these added
+        self._tenants: dict[str, dict[Client, list[int]]] = {}  # the entries of `_clients`, by tenant
 
     @staticmethod
     def weigh(
         client: Client, namespaces: Sequence[Namespace], request: wire.Lookup, chunks: int, tail: bytes = b""
     ) -> PinShare:
-        """The share of the first `chunks` of a prompt, and of the tail with this key. namespaces: the first group of
-        each model that it may mean."""
+        """The share of the first `chunks` of a prompt, and of the tail with this key (empty: none). namespaces: the
+        first group of each model that the request may mean."""
         hashes, model, chunks = request.hashes[: chunks * HASH_BYTES] + tail, b"", chunks + bool(tail)
         if not chunks:
             return PinShare(client, request.queued, 0, 0, {})
@@ -66,16 +66,15 @@ class PinBudget:
     def claim(
         self, client: Client, namespaces: Sequence[Namespace], request: wire.Lookup, chunks: int, tail: bytes = b""
     ) -> PinShare:
-        """Weigh a share, and take it if it fits."""
         share = self.weigh(client, namespaces, request, chunks, tail)
         return self.take(share) if self.fits(share) else share
 
     def fits(self, share: PinShare) -> bool:
         """Whether a share may be taken: always the first one of its client.
 
-        With that of a queued request, its tenant may hold no more than all leave of the budget, as ports of a switch
-        share its buffer (Choudhury and Hahne, "Dynamic queue length thresholds", 1998): a queue leaves room for others,
-        however many clients it has. Its clients share that evenly. A client without a tenant counts as one.
+        With the share of a queued request, its tenant may hold at most as much as all tenants together leave free.
+        Ports of a switch share its buffer so (Choudhury and Hahne, "Dynamic queue length thresholds", 1998): each queue
+        leaves room for others. The tenant's clients have equal parts. A client without a tenant counts as one.
         """
         client = self._clients.get(share.client)
         if client is None or not share.marks:
@@ -88,7 +87,7 @@ class PinBudget:
         return free >= max(sum(brought for _, brought in mates.values()) + fresh, len(mates) * (client[1] + fresh))
 
     def affordable(self, share: PinShare) -> int:
-        """The number of its chunks that would fit."""
+        """The number of chunks of a share, from the prompt's start, for which the budget has room."""
         room, chunks = self.most_bytes - self.bytes, 0
         for (mark, size), end in zip(share.marks.items(), (*_MARKS[: len(share.marks) - 1], share.chunks), strict=True):
             if mark not in self._marks:
@@ -100,7 +99,7 @@ class PinBudget:
         return chunks
 
     def take(self, share: PinShare) -> PinShare:
-        """Count a share, which must be ended once."""
+        """Count a share; the caller calls `end` for it once."""
         known, brought = self._marks, 0
         for mark, size in share.marks.items():
             counted = known.get(mark)
@@ -119,7 +118,7 @@ class PinBudget:
         return share
 
     def end(self, share: PinShare | None) -> None:
-        """Count a share no more; None: there is none."""
+        """Stop counting a share. None: the request has no share, and nothing happens."""
         if share is None:
             return
         self.has_freed = True
@@ -141,7 +140,7 @@ class PinBudget:
                 self._tenants.pop(share.client.tenant, None)
 
     def validate(self, shares: Sequence[PinShare]) -> None:
-        """Raise AssertionError unless these are the shares that are counted, within the budget; for tests."""
+        """Raise AssertionError unless exactly these shares are counted, and they are within the budget; for tests."""
         assert {mark: count for mark, (count, _) in self._marks.items()} == Counter(m for s in shares for m in s.marks)
         assert {each: count for each, (count, _) in self._clients.items()} == Counter(share.client for share in shares)
         assert self.bytes == sum(size for _, size in self._marks.values())

@@ -1,8 +1,8 @@
-"""All lookups in progress: lets each wait for what phases.py says, and answers it with what memory has in the end.
+"""All lookups in progress. Each waits for what phases.py says, and is answered with what memory then has.
 
 Called by core/depot.py on the deciding thread, also for the lookups of leases. Invariants: a search is in one phase at
-a time, which `_enter` and `_close` change; every request is answered once, unless its client is dead; what a search
-holds, wants and has of the pin budget is given up with its answer, but for what then becomes its session's.
+a time, which `_enter` and `_close` change. Every request is answered once, unless its client is dead. With its answer,
+a search gives up its holds, its want and its share of the pin budget, unless its session takes them over.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WANTED, _STORES, _TIERS = SearchPhase.WANTED, SearchPhase.STORES, SearchPhase.T
 
 
 class Lookups:
-    """The lookups of one depot that have no answer yet. pins: what their sessions hold after it."""
+    """The lookups of one depot that have no answer yet. pins: the chunks that sessions hold after the answers."""
 
     def __init__(self, config: Config, index: Index, tiering: Tiering, leases: Leases, recorders: Recorders) -> None:
         self._counters, self._usages, self._trails = recorders.counters, recorders.usages, recorders.trails
@@ -52,12 +52,12 @@ class Lookups:
         self._index = index
         self._tiering = tiering
         self._leases = leases
-        self._searches: dict[Hashable, Search] = {}  # by name; the first has come first
+        self._searches: dict[Hashable, Search] = {}  # by name, in the order of arrival
         self._in: dict[SearchPhase, dict[Search, None]] = {phase: {} for phase in SearchPhase}
-        self._queues: dict[Client, list[tuple[int, int, Search]]] = {}  # those that are WANTED: place, number, search
+        self._queues: dict[Client, list[tuple[int, int, Search]]] = {}  # those in WANTED: place, number, search
         self._queued_hashes = 0
         self._wanting: dict[Want, Search] = {}
-        self._awaiting: dict[int, dict[Search, None]] = {}  # by id() of the part that they wait for
+        self._awaiting: dict[int, dict[Search, None]] = {}  # by id() of the chunk that they wait for
         self._late: set[int] = set()  # id() of parts whose stores have let a search wait until its deadline
         self._timers: list[tuple[float, int, Search]] = []  # a heap; stale where the search has another deadline
         self._numbers = itertools.count()
@@ -71,10 +71,10 @@ class Lookups:
         """Answer a lookup from memory at once, or let it wait. Raises Busy."""
         search = Search(client, number, request, (client, request.request), by_hand=not request.readers)
         before, session = self._searches.get(search.name), client.sessions.get(request.request)
-        # A client that suspects that an answer is lost sends the same again: it keeps its place, or its pins.
+        # A client that suspects that an answer is lost sends the same message again: its place or its pins are kept.
         if before is not None and before.number == number:
             return []
-        as_of = number, self._index.namespaces.withdrawals  # what was withdrawn is promised no more
+        as_of = number, self._index.namespaces.withdrawals  # an answer that names withdrawn chunks is not repeated
         if session is not None and (session.number, session.withdrawals) == as_of:
             return [Reply(client.identity, number, session.answer)]
         if session is None and request.pins and len(client.sessions) >= self._max_sessions:
@@ -110,7 +110,7 @@ class Lookups:
     # -- what comes next
 
     def _again(self, search: Search, now: float) -> list[Action]:
-        """Search memory again, after something that a search has waited for."""
+        """Search memory again, because the wait of a search is over."""
         if search.client.dead:
             return self._give_up(search)
         match = self._match(search)
@@ -120,7 +120,7 @@ class Lookups:
         return self._go_on(search, match, now)
 
     def _go_on(self, search: Search, match: Match, now: float) -> list[Action]:
-        """Let a search wait for the first thing that its prompt lacks, or answer it. match: what memory has."""
+        """Let a search enter the first phase that it needs and may enter, or answer it. match: what memory has."""
         request, part, asks = search.request, None, False
         chunks = len(request.hashes) // HASH_BYTES
         if not request.hurries and len(match.namespaces) == 1:
@@ -143,7 +143,7 @@ class Lookups:
                 elif request.pins:
                     return self._wait_for_room(search, match, share, now)
                 else:
-                    part, asks = None, False  # what memory has needs no room
+                    part, asks = None, False  # without stores and tiers, an unpinned lookup needs no share
         if part is not None:
             self._enter(search, _STORES, match, now, part)
             return []
@@ -152,7 +152,7 @@ class Lookups:
         return [self._answer(search, match)]
 
     def _wait_for_room(self, search: Search, match: Match, share: PinShare, now: float) -> list[Action]:
-        """Let a search wait for a place in the pin budget if it may; otherwise answer it with what fits."""
+        """Let a search wait for a share of the pin budget if it may; otherwise answer it with the chunks that fit."""
         request, phase = search.request, SearchPhase.WANTED if search.request.queued else SearchPhase.ROOM
         if search.phase is phase:
             may_wait = now < search.deadline
@@ -168,7 +168,7 @@ class Lookups:
         return [self._answer(search, match_prompt(self._index.namespaces, search.client.tenant, request, hashes))]
 
     def _coming(self, search: Search, match: Match, now: float) -> Chunk | None:
-        """The part that is being stored and that a search may wait for, if there is one."""
+        """The chunk that is being stored and that a search may wait for; None: there is none."""
         request, namespace, part = search.request, match.namespaces[0], None
         if match.chunks < len(request.hashes) // HASH_BYTES:
             part = coming_part(namespace, request.hashes, match.chunks)
@@ -194,7 +194,6 @@ class Lookups:
         return [*tier_tasks]
 
     def _tiers_s(self, tiers: TierSearch) -> float:
-        """The seconds that tiers may take."""
         most_s = self._rows[_TIERS].within_s
         return min(most_s, tiers.slack_s) if tiers.is_trial else most_s
 
@@ -211,7 +210,7 @@ class Lookups:
     # -- the phases
 
     def _may_enter(self, search: Search, phase: SearchPhase, now: float) -> bool:
-        """Whether a phase has room for one more search, and the search has time for it."""
+        """Whether a phase has room for this search, and the search has time left for the phase."""
         row, there = self._rows[phase], len(self._in[phase])
         if phase in PATIENT:
             if search.phase in PATIENT:
@@ -221,7 +220,7 @@ class Lookups:
         return there < row.most and hashes <= MOST_QUEUED_HASHES
 
     def _enter(self, search: Search, phase: SearchPhase, match: Match, now: float, part: Chunk | None = None) -> None:
-        """Let a search be in a phase, as its row says. match: what memory has. part: what it waits for in STORES."""
+        """Move a search into a phase. match: what memory has of its prompt. part: the chunk it waits for in STORES."""
         before, row = search.phase, self._rows[phase]
         assert phase in self._rows[before].next, f"{before} -> {phase}"
         self._leave(search)
@@ -241,7 +240,7 @@ class Lookups:
             self._set_deadline(search, now + row.within_s)
 
     def _leave(self, search: Search) -> None:
-        """Let a search be in no phase; it holds and wants what it did until it enters the next, or is answered."""
+        """Take a search out of its phase. It keeps its holds and its want until the next phase or its answer."""
         phase = search.phase
         self._in[phase].pop(search, None)
         if phase is _WANTED:
@@ -256,18 +255,18 @@ class Lookups:
             if not others:
                 del self._awaiting[id(search.part)]
         elif phase is _TIERS and search.tiers is not None:
-            self._budget.has_freed = True  # another tier search may begin, although a lease's had no share
+            self._budget.has_freed = True  # another tier search may begin, even if this one had no share
 
     def _hold(self, search: Search, chunks: list[Chunk]) -> None:
         before = list(search.held.values())
         held = {(chunk.namespace.number, chunk.key): chunk for chunk in chunks}  # a prompt may name one twice
-        self._index.hold(list(held.values()))  # first, so that chunks of both stay held
+        self._index.hold(list(held.values()))  # before the release, so that chunks of both matches stay held
         self._index.release(before)
         search.held.clear()
         search.held.update(held)
 
     def _want(self, search: Search, match: Match) -> None:
-        """Let a search want what memory has of its prompt, and wait for the chunk behind that, at its place in the
+        """Let a search want the chunks that memory has of its prompt and wait for the next, at its place in the
         queue."""
         request, wants = search.request, self._index.wants
         if search.want is None:
@@ -277,8 +276,8 @@ class Lookups:
         wants.want(search.want, _tops(match), (match.namespaces[0], key) if key and match.namespaces else None)
 
     def _pass(self, namespace: Namespace, key: bytes) -> None:
-        """A chunk is there: the first in a queue that has waited for it wants it and what follows. Others that wait for
-        it would want the same chunks, so they are not looked at before that one leaves its queue."""
+        """A chunk has arrived: the earliest queued search that waits for it now wants it and those that follow. Others
+        that wait for it would want the same chunks, so they are passed over until the earliest search ends."""
         want = self._index.wants.waiting_for(namespace, key)
         if want is not None:
             search = self._wanting[want]
@@ -286,10 +285,10 @@ class Lookups:
             search.passed[key] = namespace
 
     def _close(self, search: Search) -> None:
-        """A search is answered, and its session or lease holds what was found."""
+        """End a search that has been answered: its session or lease holds what was found."""
         if search.phase is not SearchPhase.ASKED:
             if search.phase in (SearchPhase.ROOM, _WANTED):
-                self._budget.has_freed = True  # one behind it may fit
+                self._budget.has_freed = True  # a search behind it may fit
             self._leave(search)
             self._hold(search, [])
             del self._searches[search.name]
@@ -372,14 +371,14 @@ class Lookups:
         return self._give_up(search) if search is not None else []
 
     def _give_up(self, search: Search) -> list[Action]:
-        """Answer a search with nothing, without a match: the answer is not wanted any more."""
+        """End a search whose answer nobody wants any more; a client that is still there gets a miss."""
         if search.tiers is not None and not search.tiers.ended:
             self._tiering.loads.end(search.tiers)
         self._close(search)
         nothing = wire.MISS if search.lease is None else 0
         return [] if search.client.dead else [Reply(search.client.identity, search.number, nothing)]
 
-    # -- what they wait for has happened
+    # -- the end of a wait
 
     def settled(self, events: Sequence[IndexEvent], now: float) -> list[Action]:
         """Go on with the searches that waited for parts whose stores have ended, whether well or not."""
@@ -396,7 +395,7 @@ class Lookups:
         return actions
 
     def next_deadline(self) -> float:
-        """When `expire` must be called next."""
+        """When `expire` must be called next, in seconds of the depot's clock; 0: at once."""
         if self._budget.has_freed and (self._in[SearchPhase.ROOM] or self._queues):
             return 0.0
         while self._timers and self._timers[0][0] != self._timers[0][2].deadline:
@@ -404,7 +403,7 @@ class Lookups:
         return self._timers[0][0] if self._timers else NEVER
 
     def expire(self, now: float) -> list[Action]:
-        """Go on without what searches have waited for long enough, and with those that have room now."""
+        """Go on with the searches whose deadlines are over, and with those that wait for room if some is free."""
         actions: list[Action] = []
         while self._timers and self._timers[0][0] <= now:
             when, _, search = heapq.heappop(self._timers)
@@ -432,7 +431,6 @@ class Lookups:
         return self._finish(search)
 
     def _fill_room(self, now: float) -> list[Action]:
-        """Go on with searches for which shares that have ended leave room."""
         self._budget.has_freed = False
         actions: list[Action] = []
         for search in list(self._in[SearchPhase.ROOM]):
@@ -458,14 +456,13 @@ class Lookups:
         return [action for search in list(self._searches.values()) for action in self._finish(search)]
 
     def _finish(self, search: Search) -> list[Action]:
-        """Answer a search with what memory has."""
         if search.phase is _TIERS and search.tiers is not None:
             self._tiering.loads.end(search.tiers)
             return self.loaded(search.tiers)
         return [self._answer(search, self._match(search))]
 
     def forget(self, now: float) -> list[Action]:
-        """Go on with lookups that wait for the store of a forgotten chunk: no other store may begin before."""
+        """Go on with lookups that wait for the store of a forgotten chunk, because no lookup will find that chunk."""
         vain = [search for search in self._in[_STORES] if search.part is not None and is_hidden(search.part)]
         return [action for search in vain for action in self._again(search, now)]
 
@@ -474,7 +471,7 @@ class Lookups:
     def lease(self, client: Client, number: bytes, request: wire.TakeLease, now: float) -> list[Action]:
         """Begin a lease with what a lookup finds. Raises BadRequest or Busy."""
         lease = self._leases.admit(client.tenant, request, now)
-        if not lease.holds:  # so it needs nothing from tiers
+        if not lease.holds:  # a lease that holds nothing in memory asks no tier
             found = match_prompt(self._index.namespaces, client.tenant, request, request.hashes)
             matched = self._leases.begin(lease, found.pins, found.chunks)
             return [*self.give_up((client.tenant, request.name)), Reply(client.identity, number, matched)]
@@ -485,15 +482,14 @@ class Lookups:
         search = Search(client, number, lookup, (client.tenant, request.name), lease, by_hand=True)
         before = self._searches.get(search.name)
         if before is not None and (before.client, before.number) == (client, number):
-            return []  # sent again, as a lookup
+            return []  # the client has sent the same message again, as in `look_up`
         return [*(self._give_up(before) if before is not None else []), *self._begin(search, now)]
 
 
 def _tops(match: Match) -> list[Chunk]:
-    """The chunks to hold, which protect all of a match."""
+    """The chunks of a match that must be held, so that no chunk of the match is evicted."""
     return [chunk for pin in match.pins for chunk in pin.chunks]
 
 
 def _about(search: Search) -> dict[str, str]:
-    """Log fields of a search."""
     return {"client": search.client.called, "request": search.request.request}

@@ -31,8 +31,8 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 STORE_S = 0.5
-"""A lookup waits for stores, or for room, this long in all. A store takes milliseconds, and computing the chunks again
-longer; a client waits twice as long for an answer (client/scheduler.py), to which the deadline of tiers is added."""
+"""Seconds that a lookup waits for stores and for room together. A store takes milliseconds, and computing its chunks
+again takes longer. A client waits twice this time plus the deadline of tiers for an answer (client/scheduler.py)."""
 NEVER = float("inf")
 
 
@@ -50,10 +50,10 @@ class SearchPhase(Enum):
 class Row(NamedTuple):
     """The rules of one phase.
 
-    next: the phases that may follow. within_s: how long it may wait, in seconds; NEVER: it has no deadline. most: how
-    many searches may be in the phase, or in it and those that share its limit; others are answered at once. holds:
-    whether it holds what memory has of its prompt (and in TIERS, what arrives). wants: whether that is wanted, and it
-    has its place in the queue, if its request is queued.
+    next: the phases that may follow. within_s: seconds that a search may stay; NEVER: without a deadline. most: the
+    number of searches in the phase (in both, if it is one of `PATIENT`); more are answered at once. holds: whether a
+    search holds the chunks that memory has of its prompt, and in TIERS those that arrive. wants: whether the search of
+    a queued request wants these chunks, at its place in the queue.
     """
 
     next: frozenset[SearchPhase]
@@ -64,7 +64,7 @@ class Row(NamedTuple):
 
 
 def table(lookup_s: float) -> dict[SearchPhase, Row]:
-    """The row of each phase. lookup_s: how long tiers may take."""
+    """The row of each phase. lookup_s: the seconds that tiers may take (`Config.lookup_s`)."""
     asked, room, wanted, stores, tiers, answered = SearchPhase
     return {
         asked: Row(frozenset({room, wanted, stores, tiers, answered})),
@@ -77,6 +77,6 @@ def table(lookup_s: float) -> dict[SearchPhase, Row]:
 
 
 PATIENT = SearchPhase.ROOM, SearchPhase.STORES
-"""The phases with one deadline for both, and one limit."""
+"""The phases that share one deadline and one limit."""
 MOST_QUEUED_HASHES = 1 << 21
-"""Hashes of all searches that are WANTED (64 MiB); further ones are answered at once with what fits."""
+"""The most hashes of all searches in WANTED (64 MiB); further searches are answered at once with what fits."""

@@ -1,8 +1,8 @@
-"""Forgetting in tiers: all chunks of a model or salt (`Forgettings`), and single chunks that were dropped (`Erasures`).
+"""Removes chunks from tiers: all of a model or salt (`Forgettings`), and single dropped chunks (`Erasures`).
 
-Invariants: a tier gets a Forget once the saves to it that were in progress have ended; until all tiers have answered,
-nothing that is being forgotten is loaded (`is_under_way`). Each tier has one Erase in progress at a time, so that a
-long prompt does not keep saves waiting; if a tier fails or its circuit breaker is open, its objects stay, and are
+Invariants: a tier gets a Forget once its saves that were in progress have ended. Until all tiers have answered, no
+chunk that is being forgotten is loaded (`is_under_way`). Each tier has one Erase in progress at a time, so that a long
+prompt does not keep saves waiting. If a tier fails or its circuit breaker is open, its objects stay, and are
 counted.
 """
 
@@ -23,30 +23,30 @@ from kvdepot.tiers.stamps import space_of
 from kvdepot.tiers.worker import Erase, Erased, ForgetSpaces, Forgotten, Save
 
 MOST_FORGETTINGS = 16
-"""Most forgettings in progress."""
+"""The most forgettings in progress."""
 FORGET_S = 25.0
-"""The time after which a Forget is answered even if not all is done; less than clients wait."""
+"""Seconds after which a Forget is answered even if a tier has not; clients wait longer."""
 _SHOWN = 100
 """Most characters of a name in an answer."""
 _MOST_NAMES = 64
-"""Objects that one Erase removes."""
+"""The most objects that one Erase removes."""
 _MOST_QUEUED = 1 << 20
-"""Objects waiting to be erased from one tier; beyond it they stay."""
+"""The most objects that wait to be erased from one tier; further ones stay in the tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotForgotten:
-    """A tier failed: it may still have all objects that it should have forgotten."""
+    """The outcome of a tier that failed: it may still have all objects that it should have forgotten."""
 
     reason: str
 
 
 @dataclass(slots=True, eq=False)
 class Forgetting:
-    """One forgetting, from the request until memory and all tiers are done; nothing it covers is loaded meanwhile.
+    """One forgetting, from the request until memory and all tiers are done; no chunk that it covers is loaded.
 
     `model` is a prefix of model names, but tiers store objects by whole names. They get `model` itself and all names
-    with this prefix that are known here; a model that only a tier knows may stay, and `trouble` says if so.
+    with this prefix that are known here; a model that only a tier knows may stay, and `trouble` then says so.
     """
 
     tenant: str | None  # None: all tenants
@@ -55,10 +55,10 @@ class Forgetting:
     salt: bytes | None  # None: any
     writer: str = ""  # empty: any
     chunks: int | None = None  # chunks removed from memory; None: the removal there has not ended
-    objects: dict[str, int | NotForgotten] = field(default_factory=dict)  # number of objects removed, by tier name
-    deadline: float = inf  # when it is answered even if not all is done
+    objects: dict[str, int | NotForgotten] = field(default_factory=dict)  # by tier name: number of objects removed
+    deadline: float = inf  # when it is answered even if a tier has not
     owing: set[int] = field(default_factory=set)  # tiers that have not answered
-    saves: dict[int, set[Save]] = field(default_factory=dict)  # by tier: those that it waits for
+    saves: dict[int, set[Save]] = field(default_factory=dict)  # by tier: saves that it waits for
     ended: bool = False  # answered, or about to be
 
     def covers(self, namespace: Namespace, salt: bytes) -> bool:
@@ -71,7 +71,7 @@ class Forgetting:
         return not self.model or self.model in self.known or (there and not self.known)
 
     def trouble(self) -> str:
-        """Why something may remain that no tier has reported; empty: nothing does."""
+        """Why chunks may remain that no tier has reported; empty: none remain."""
         if self.chunks is None:
             return f"the removal from memory has not ended within {FORGET_S:g} s; what is left there is not served"
         if self.owing:
@@ -110,13 +110,12 @@ class Forgettings:
         return len(self._under_way)
 
     def is_under_way(self, namespace: Namespace, salt: bytes) -> bool:
-        """Whether chunks of this namespace and salt are being forgotten."""
         return any(forgetting.covers(namespace, salt) for forgetting in self._under_way)
 
     def begin(self, forgetting: Forgetting, now: float) -> list[ForgetSpaces]:
-        """Begin to forget in each tier, at once or after the tier's saves in progress; loads in progress are dropped
-        when they arrive. The caller removes from memory, and then calls `memory_ended`. The forgetting is returned once
-        as a decision: when tiers and memory are done, or at its deadline."""
+        """Begin to forget in each tier, at once or after the tier's saves in progress; shards that are being loaded are
+        dropped when they arrive. The caller removes the chunks from memory and then calls `memory_ended`. The
+        forgetting is returned once as a decision: when tiers and memory are done, or at its deadline."""
         forgetting.deadline = now + FORGET_S
         forgetting.owing = {tier.number for tier in self._tiers}
         forgetting.objects = {tier.name: 0 for tier in self._tiers}
@@ -125,7 +124,7 @@ class Forgettings:
         return [forgetting.tier_task(tier) for tier in self._tiers if not tier.saving]
 
     def save_ended(self, save: Save) -> list[ForgetSpaces]:
-        """Begin the forgettings in this tier that were waiting for this save alone."""
+        """Begin the forgettings in a save's tier that waited for this save alone."""
         waiting = [forgetting for forgetting in self._under_way if save in forgetting.saves[save.tier]]
         for forgetting in waiting:
             forgetting.saves[save.tier].discard(save)
@@ -151,21 +150,21 @@ class Forgettings:
         return self.end(forgetting)
 
     def next_deadline(self) -> float:
-        """When `expire` must be called next; infinity if nothing is due."""
+        """When `expire` must be called next (the depot's clock, seconds); infinity: never."""
         return min((each.deadline for each in self._under_way if not each.ended), default=inf)
 
     def expire(self, now: float) -> list[Forgetting]:
-        """Mark those at their deadline as answered, and return them."""
+        """Mark the forgettings at their deadline as answered, and return them."""
         return [each for each in self._under_way if each.deadline <= now and self.end(each)]
 
     def end(self, forgetting: Forgetting) -> bool:
-        """Mark a forgetting as answered; returns False if it was before. It continues until all tiers have answered."""
+        """Mark a forgetting as answered; False: it already was. It continues until all tiers have answered."""
         is_first = not forgetting.ended
         forgetting.ended = True
         return is_first
 
     def end_all(self) -> list[Forgetting]:
-        """Before shutdown: mark all as answered; returns those that were not."""
+        """Mark all forgettings as answered before shutdown; returns those that were not."""
         return [forgetting for forgetting in self._under_way if self.end(forgetting)]
 
 
@@ -173,7 +172,7 @@ class Forgettings:
 
 
 class Unsaved(NamedTuple):
-    """A part of a chunk that no tier is to have, on all ranks."""
+    """One group's part of a chunk, whose shards of all ranks are to leave the tiers."""
 
     namespace: Namespace
     key: bytes
@@ -182,11 +181,11 @@ class Unsaved(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class DroppedErase(Erase):
-    """An Erase of objects of chunks that were dropped. (Lookups erase corrupt ones.)"""
+    """An Erase of the objects of dropped chunks. (A plain Erase removes objects that a lookup found corrupt.)"""
 
 
 class Erasures:
-    """Shards of dropped chunks that are to be erased from each tier. Names are made when they are needed."""
+    """The shards of dropped chunks that each tier must still erase. Their objects' names are made when needed."""
 
     def __init__(self, tiers: Sequence[TierState]) -> None:
         self._tiers = tiers
@@ -207,7 +206,7 @@ class Erasures:
                     tier.counters["unreleased_chunks"] += len(shards)
 
     def dispatch(self) -> list[Erase]:
-        """Erases to begin now, of at most _MOST_NAMES objects in each tier."""
+        """The Erases to begin now, one for each tier that has none in progress."""
         erases: list[Erase] = []
         for tier, queue in zip(self._tiers, self._queues, strict=True):
             if queue and tier.number not in self._erasing:

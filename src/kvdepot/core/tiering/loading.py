@@ -1,9 +1,9 @@
 """Tier searches: find the chunks of a lookup's prefix that are not in memory, and load them. Knows no answers.
 
-Called by core/lookups/lookups.py, which says when a tier search begins and ends, and by tiering.py with what tiers have
-done. Invariant: a tier can only delay a lookup, up to its deadline, or shorten a hit: what has arrived by then is
-answered from memory, and what arrives later is sealed for later lookups. For an engine that says how fast it computes,
-only what is faster to load is asked for and loaded (speed.py).
+Called by core/lookups/lookups.py, which begins and ends tier searches, and by tiering.py with the outcomes of tiers.
+Invariant: a tier can only delay a lookup, up to its deadline, or shorten a hit. The lookup is answered from memory with
+the chunks that have arrived by then; chunks that arrive later are sealed for later lookups. If an engine says how fast
+it computes, tiers are only asked for chunks that are faster to load (speed.py).
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from kvdepot.tiers.worker import MOST_PARTS, Erase, Find, Load, Loaded, Located,
 log = logging.getLogger(__name__)
 
 _MOST_WANTED = 1 << 16
-"""Most shards that one tier search asks for; the prefix ends there."""
+"""The most shards that one tier search asks for; its prefix ends there."""
 _MOST_WANTED_IN_ALL = 1 << 20
 _MOST_TAILS = 8
-"""Most tails that one tier search asks for, the longest."""
+"""The most tails that one tier search asks for: the longest ones."""
 _MOST_FINDS = 64
-"""Most Finds in progress in one tier; beyond that it is not asked."""
+"""The most Finds in progress in one tier; further tier searches do not ask it."""
 
 Place: TypeAlias = tuple[int, int, int]
-"""A shard of a tier search: KV cache group, chunk, rank."""
+"""A shard of a tier search: the numbers of its KV cache group, chunk and rank."""
 
 
 @dataclass(slots=True, eq=False)
 class TierSearch:
     """One lookup's search of the tiers, for a boundary in `[first, end]` of the chunks of `hashes`, or a tail there.
 
-    namespace: the model's first KV cache group. name: of the lookup. first: the boundary that memory can restore. held:
-    what the lookup holds, by number of the namespace and key; the lookup releases it. tails: the longest first; number
-    n stands for chunk -1 - n, until one becomes the last chunk (`end_in`).
+    namespace: the model's first KV cache group. name: the lookup's name. first: the boundary, in chunks, that memory
+    can restore. held: the chunks that the lookup holds, by number of the namespace and key; the lookup releases them.
+    tails: the longest first; number n stands for chunk -1 - n, until one becomes the last chunk (`end_in`).
     """
 
     namespace: Namespace
@@ -61,20 +61,20 @@ class TierSearch:
     first: int
     begun: float
     held: dict[tuple[int, bytes], Chunk]
-    want: Want | None = None  # the lookup's, if it is queued
-    depth: float = inf  # of what it loads, as in Run
+    want: Want | None = None  # the want of the lookup, if it is queued
+    depth: float = inf  # the depth of its loads, as in Run
     hashes: bytes = b""
     tails: tuple[Tail, ...] = ()
     extended: float = 0.0  # when its deadline was last put off, because its tiers answer
     end: int = 0
-    wanted: list[Place] = field(default_factory=list)  # that tiers were asked for
-    found: dict[Place, int] = field(default_factory=dict)  # the nearest tier that has it
+    wanted: list[Place] = field(default_factory=list)  # shards that tiers were asked for
+    found: dict[Place, int] = field(default_factory=dict)  # the nearest tier that has the shard
     owing: set[int] = field(default_factory=set)  # tiers that have not answered their Find
     waiting: Counter[int] = field(default_factory=Counter)  # by tier: shards being loaded
-    sizes: Counter[int] = field(default_factory=Counter)  # by tier: bytes that were to be loaded
+    sizes: Counter[int] = field(default_factory=Counter)  # by tier: bytes of the loads it began
     loading: bool = False
     load_begun: float = 0.0
-    is_trial: bool = False  # it only finds out whether a slow tier is faster by now
+    is_trial: bool = False  # it only measures whether a slow tier has become faster
     is_half_over: bool = False  # half of its time is over
     ended: bool = False
 
@@ -83,24 +83,24 @@ class TierSearch:
         self.tails = tuple(tail for tail in self.request.tails if tail.chunks >= self.first)[:_MOST_TAILS]
 
     def is_awaited(self) -> bool:
-        """Whether answers to Finds are still of use. Thread-safe."""
+        """Whether this tier search still needs answers to Finds. Thread-safe."""
         return not (self.ended or self.loading)
 
     def loading_tiers(self) -> set[int]:
-        """The tiers whose loads it waits for."""
+        """The numbers of the tiers whose loads this tier search waits for."""
         return {number for number, count in self.waiting.items() if count}
 
     def compute_s(self, chunks: int) -> float:
-        """The time in which the engine would compute this many chunks; infinity if that is unknown."""
+        """The seconds in which the engine would compute this number of chunks; infinity: unknown."""
         return chunks * self.namespace.chunk_tokens / self.request.speed if self.request.speed else inf
 
     @property
     def slack_s(self) -> float:
-        """The seconds that it may wait in vain."""
+        """The seconds that a lookup may lose if the tiers have nothing."""
         return SLACK * self.compute_s(len(self.hashes) // HASH_BYTES)
 
     def end_in(self, tail: int) -> None:
-        """Make this tail the last chunk."""
+        """Make the tail with this number the last chunk of the tier search."""
         end = self.tails[tail].chunks
         self.hashes, self.end = self.hashes[: end * HASH_BYTES] + self.tails[tail].key, end + 1
         tier_of = {place: tier for place, tier in self.found.items() if 0 <= place[1] < end}
@@ -147,7 +147,7 @@ class ArrivalLoad(Load):
 
 
 LoadDecision: TypeAlias = TierTask | TierSearch
-"""A tier task, or a tier search that has ended and whose reply is due."""
+"""A tier task, or a tier search that has ended and whose lookup must be answered."""
 
 
 class Loads:
@@ -161,23 +161,23 @@ class Loads:
         self._most_arriving = index.allocator.capacity // 2
         self._arrivals: dict[tuple[int, bytes, int], Arrival] = {}  # by namespace, key, rank
         self._count = 0
-        self._wanted = 0  # shards that all tier searches together asked for
+        self._wanted = 0  # shards that all tier searches together have asked for
 
     def __len__(self) -> int:
         return self._count
 
     @property
     def is_full(self) -> bool:
-        """Whether another tier search may not be able to ask all tiers."""
+        """Whether so many tier searches are in progress that another one may not be able to ask all tiers."""
         return self._count >= _MOST_FINDS
 
     # -- ask
 
     def begin(self, tier_search: TierSearch) -> list[TierTask] | None:
-        """Ask the tiers for what is missing, or load at once if nothing is; in that case a tier search may end here.
+        """Ask the tiers for missing shards, or load at once if none is missing; then the tier search may end here.
 
-        None, and nothing is begun, if tiers cannot help, or computing is faster. A tier search that has not ended on
-        return is returned once as a decision when it ends, unless `end` is called first.
+        Returns None, and begins nothing, if tiers cannot help or computing is faster. A tier search that is in progress
+        after this call is returned once as a decision when it ends, unless `end` is called first.
         """
         namespace, first = tier_search.namespace, tier_search.first
         usable = [tier for tier in self._tiers if tier.is_searchable]
@@ -185,7 +185,7 @@ class Loads:
         if not usable or not is_known or self._forgettings.is_under_way(namespace, tier_search.salt):
             return None
         asked = [tier for tier in usable if tier.finding < _MOST_FINDS]
-        shards = namespace.world_size * len(namespace.groups)  # of a chunk, at most
+        shards = namespace.world_size * len(namespace.groups)  # most shards of a chunk
         tier_search.end = min(len(tier_search.hashes) // HASH_BYTES, first + _MOST_WANTED // shards)
         room = self._wanted + (tier_search.end - first + len(tier_search.tails)) * shards <= _MOST_WANTED_IN_ALL
         for tier in usable:
@@ -209,7 +209,7 @@ class Loads:
         return [SearchFind(tier.number, objects, tier_search.salt, tier_search) for tier in asked]
 
     def _worth_asking(self, tier_search: TierSearch, tiers: list[TierState]) -> list[TierState]:
-        """The tiers that may be faster than computing; if there are none, one that is due to be tried again."""
+        """The tiers that may be faster than computing; if there are none, a slow tier that is due for another try."""
         chunks, now = tier_search.end - tier_search.first + bool(tier_search.tails), tier_search.begun
         compute_s, slack_s = tier_search.compute_s(chunks), tier_search.slack_s
         size = sum(
@@ -226,7 +226,7 @@ class Loads:
         return asked
 
     def _missing(self, tier_search: TierSearch) -> list[Place]:
-        """The shards that are neither in memory nor being loaded, and that some boundary behind `first` needs."""
+        """The shards that a boundary behind `first` may need, and that are neither in memory nor being loaded."""
         missing: list[Place] = []
         for group in tier_search.namespace.groups:
             # Resuming at the next boundary needs the last `reach` parts before it, some of them before `first`.
@@ -261,7 +261,7 @@ class Loads:
             return []
         if isinstance(outcome, Located):
             for place, there in zip(tier_search.wanted, outcome.there, strict=True):
-                if there:  # the nearest tier wins
+                if there:  # the nearest tier that has the shard loads it
                     tier_search.found[place] = min(tier.number, tier_search.found.get(place, tier.number))
         if tier_search.owing and len(tier_search.found) < len(tier_search.wanted):
             return []
@@ -269,14 +269,14 @@ class Loads:
         return [*tier_tasks, tier_search] if tier_search.ended else [*tier_tasks]
 
     def half_time(self, tier_search: TierSearch, now: float) -> list[TierTask]:
-        """Half of the time is over: if some tiers have not answered, load what the others have. It may end here."""
+        """Load what has been found by half of the time, although tiers have not answered. The search may end here."""
         if not tier_search.is_awaited():
             return []
         begins = self._boundary(tier_search, tier_search.end) > tier_search.first or self._tail(tier_search) is not None
         return self._load_found(tier_search, now) if begins else []
 
     def _boundary(self, tier_search: TierSearch, most: int) -> int:
-        """The deepest boundary up to `most` that memory and the tiers that have answered can restore together."""
+        """The deepest boundary up to `most` chunks whose parts are in memory, or in a tier that has answered."""
         end = tier_search.first
         unbounded = [group for group in tier_search.namespace.groups if not group.reach]
         while end < most and all(self._can_have(tier_search, group, end) for group in unbounded):
@@ -287,7 +287,7 @@ class Loads:
         return end
 
     def _tail(self, tier_search: TierSearch) -> int | None:
-        """The longest tail behind the deepest boundary that memory and these tiers can restore together, or None."""
+        """The number of the longest tail, behind the deepest boundary, that memory and these tiers have; None: none."""
         end = self._boundary(tier_search, tier_search.end) if tier_search.tails else 0
         for number, tail in enumerate(tier_search.tails):
             parts = [(group, -1 - number) for group in tier_search.namespace.groups]
@@ -299,7 +299,7 @@ class Loads:
         return None
 
     def _can_have(self, tier_search: TierSearch, group: Namespace, i: int) -> bool:
-        """Whether every shard of a part is in memory, being loaded, or in a tier."""
+        """Whether every shard of a part is in memory, being loaded, or in a tier that has answered."""
         return all(
             (group.group, i, rank) in tier_search.found or self._is_near(tier_search, group, i, rank)
             for rank in range(group.world_size)
@@ -324,7 +324,7 @@ class Loads:
         return self._load(tier_search, now)
 
     def _leave_slow(self, tier_search: TierSearch, now: float) -> None:
-        """Leave to the engine what it computes faster than the slowest tier brings it, then the next slowest."""
+        """Leave to the engine the chunks that it computes faster than the slowest tier loads them, tier by tier."""
         while tier_search.found and tier_search.request.speed and not tier_search.is_trial:
             found, end, sizes = tier_search.found, self._boundary(tier_search, tier_search.end), Counter[int]()
             needed = [(needed_parts(group.reach, end), group.sizes) for group in tier_search.namespace.groups]
@@ -345,14 +345,14 @@ class Loads:
             self._tiers[slowest].counters["computed_tokens"] += chunks * tier_search.namespace.chunk_tokens
 
     def _load(self, tier_search: TierSearch, now: float) -> list[TierTask]:
-        """Load what extends the prefix. If nothing is being loaded after that, the tier search ends."""
+        """Load the shards that extend the prefix. If the tier search then waits for no load, it ends."""
         if (tail := self._tail(tier_search)) is not None:
             tier_search.end_in(tail)
         tier_search.loading, tier_search.load_begun = True, now
         if tier_search.want is not None:
             tier_search.depth = self._index.wants.depth(tier_search.want)
         elif tier_search.request.readers:
-            tier_search.depth = 0.0  # its engine is waiting
+            tier_search.depth = 0.0  # the engine itself waits for the answer
         by_tier: dict[int, list[Arrival]] = {}
         if not tier_search.namespace.gone:
             for arrival in self._reserve_prefix(tier_search):
@@ -371,9 +371,8 @@ class Loads:
         return tier_tasks
 
     def _reserve_prefix(self, tier_search: TierSearch) -> list[Arrival]:
-        """Reserve what the deepest boundary needs and memory lacks: of unbounded groups all chunks up to the first that
-        cannot be completed, then of bounded groups the last parts before the boundary that is left.
-        """
+        """Reserve the shards that the deepest boundary needs and memory lacks. First come those of unbounded groups, up
+        to the first chunk that cannot be completed, then the last parts of bounded groups before the boundary left."""
         first, groups = tier_search.first, tier_search.namespace.groups
         end = tier_search.end if tier_search.namespace.is_simple else self._affordable(tier_search)
         fresh: list[Arrival] = []
@@ -391,7 +390,7 @@ class Loads:
         return fresh
 
     def _affordable(self, tier_search: TierSearch) -> int:
-        """The deepest boundary whose missing parts, those of bounded groups included, may be loaded at a time."""
+        """The deepest boundary whose missing parts fit the bytes that may be loading at a time."""
         end = self._boundary(tier_search, tier_search.end)
         most = min(self._most_arriving, self._index.accounts.of(tier_search.namespace.tenant, tier_search.salt).cap)
         room = most - self.arriving_bytes
@@ -411,9 +410,9 @@ class Loads:
         return sum(group.sizes[rank] for rank in ranks if not self._is_near(tier_search, group, i, rank))
 
     def _reserve_part(self, tier_search: TierSearch, group: Namespace, i: int, fresh: list[Arrival]) -> bool:
-        """Reserve the missing shards of chunk `i`, wait for those being loaded, and hold its part.
+        """Reserve the missing shards of a group's part of chunk `i`, wait for those being loaded, and hold the part.
 
-        Adds what was reserved to `fresh`. False, with nothing reserved, if the part cannot be completed.
+        Adds the reserved shards to `fresh`. Returns False, with nothing reserved, if the part cannot be completed.
         """
         key = tier_search.key(i)
         near: list[Arrival] = []
@@ -440,7 +439,7 @@ class Loads:
         for rank, tier in far:
             run = Run(key, group.sizes[rank], parent, position, tier_search.salt, depth=tier_search.depth)
             made = self._index.reserve(group, rank, run, None)
-            if not made.chunks:  # no room: without this shard, the others are useless
+            if not made.chunks:  # there is no room, and without this shard, the others are useless
                 for arrival in reserved:
                     self._index.discard(arrival.chunk, arrival.rank)
                 return False
@@ -509,7 +508,7 @@ class Loads:
         return True
 
     def _is_too_old(self, chunk: Chunk, born: int) -> bool:
-        """Whether a chunk, if it was computed then, had expired at the last tick, or its age is not known."""
+        """Whether a chunk computed at `born` (seconds since 1970) had expired at the last tick, or has no known age."""
         age_s = self._index.wall - born
         ttl_s = self._index.accounts.ttl_of(chunk)
         return ttl_s > 0 and not -SKEW_S <= age_s < ttl_s
@@ -522,7 +521,7 @@ class Loads:
         return all(self._tiers[number].breaker.last_success > since for number in awaited)
 
     def late_tiers(self, tier_search: TierSearch, now: float) -> list[TierState]:
-        """Count the tiers that are too late for a lookup; returns those that have answered nothing since it began."""
+        """Count the tiers that are too late for a lookup; returns those that have answered no call since it began."""
         loads = tier_search.loading_tiers()
         late = [self._tiers[number] for number in tier_search.owing | loads]
         for tier in late:
@@ -538,7 +537,7 @@ class Loads:
         return [tier for tier in late if tier.breaker.last_success < tier_search.begun]
 
     def end(self, tier_search: TierSearch) -> None:
-        """End a tier search: what is in memory by now is the answer. The lookup keeps its holds."""
+        """End a tier search: its lookup is answered with what memory has now, and keeps its holds."""
         assert not tier_search.ended
         tier_search.ended = True
         self._count -= 1
@@ -548,7 +547,7 @@ class Loads:
 
 
 def _batches(arrivals: list[Arrival]) -> Iterator[list[Arrival]]:
-    """Runs of at most MOST_PARTS shards and about TASK_BYTES."""
+    """Batches of at most MOST_PARTS shards, and of about TASK_BYTES."""
     batch: list[Arrival] = []
     taken = 0
     for arrival in arrivals:

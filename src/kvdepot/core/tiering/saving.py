@@ -1,7 +1,7 @@
-"""Saving to tiers: shards that were stored (`write=through`), or are about to be evicted (`on_evict`).
+"""Saves shards in tiers after their store (`write=through`), or before their eviction (`on_evict`).
 
-Invariant: shards in a tier's queue are not held, except those of a demotion, and may be evicted before their turn;
-shards being saved are held.
+Invariant: shards in a tier's queue may be evicted before their turn, because nothing holds them, except those of a
+demotion. Shards that are being saved are held.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Saves:
     # -- what was stored
 
     def stored(self, shards: Sequence[tuple[Chunk, int]]) -> list[Save]:
-        """Queue shards that were just sealed; those that were loaded from a tier for all nearer tiers."""
+        """Queue shards that were just sealed. A shard that was loaded from a tier is queued for nearer tiers only."""
         saves: list[Save] = []
         through = [tier for tier in self._tiers if tier.config.options.write == "through"]
         for tier in through if shards else ():
@@ -43,7 +43,7 @@ class Saves:
             for chunk, rank in shards:
                 shard = chunk.shards.get(rank)
                 if shard is None:
-                    tier.counters["overtaken_chunks"] += 1  # forgotten in the meantime
+                    tier.counters["overtaken_chunks"] += 1  # it was forgotten in the meantime
                 elif shard.tiers and tier.bit >= shard.tiers & -shard.tiers:
                     continue
                 elif not tier.is_writable:
@@ -59,7 +59,7 @@ class Saves:
     # -- the queue
 
     def dispatch(self, tier: TierState) -> list[Save]:
-        """Start saves from the queue while the tier has threads for them."""
+        """Start saves of queued shards while the tier has threads for them."""
         saves: list[Save] = []
         while tier.queue and len(tier.saving) < tier.config.options.threads:
             batch, parts = self._next_batch(tier)
@@ -70,7 +70,7 @@ class Saves:
         return saves
 
     def _next_batch(self, tier: TierState) -> tuple[list[Queued], list[Part]]:
-        """Take the next shards that can be saved from the queue: at most MOST_PARTS, and about TASK_BYTES."""
+        """Take the next shards that can be saved out of the queue: at most MOST_PARTS of them, and about TASK_BYTES."""
         batch: list[Queued] = []
         parts: list[Part] = []
         taken = 0
@@ -81,7 +81,7 @@ class Saves:
             tier.queued_bytes -= chunk.namespace.sizes.get(rank, 0) if shard is None else shard.size
             is_leaving = chunk.gone or is_hidden(chunk)
             if is_leaving or shard is None or not shard.sealed or shard.tiers & tier.bit:
-                tier.counters["overtaken_chunks"] += 1  # evicted, forgotten or saved in the meantime
+                tier.counters["overtaken_chunks"] += 1  # it was evicted, forgotten or saved in the meantime
                 self._part_demoted(demotion)
                 continue
             parts.append(part_of(chunk, rank, shard))
@@ -117,7 +117,7 @@ class Saves:
         self._index.release([chunk])
 
     def holds_of(self, chunk: Chunk) -> int:
-        """The number of saves and demotions in progress that hold a chunk; all of them end by themselves."""
+        """The number of saves and demotions in progress that hold a chunk. All of these end without a request."""
         return self._held.get(id(chunk), 0)
 
     def drop_queue(self, tier: TierState) -> None:
@@ -133,7 +133,7 @@ class Saves:
     def make_room(self, by: Account | None) -> list[Save]:
         """Save the next victims in tiers with `on_evict`, before their space is needed.
 
-        by: the account that has just stored or loaded something, and may soon need more; None: none in particular.
+        by: the account that has just stored or loaded chunks, and may soon need more; None: no particular one.
         """
         tiers = [tier for tier in self._tiers if tier.config.options.write == "on_evict" and tier.is_writable]
         saves: list[Save] = []
@@ -155,9 +155,9 @@ class Saves:
         return saves
 
     def _victim_ahead(self, by: Account | None) -> Chunk | None:
-        """The chunk to evict next so that an account has room before it asks; None if it has, or nothing can go.
+        """The chunk to evict so that an account has room before it asks; None: it has room, or no chunk can be evicted.
 
-        It has room while an eighth of the arena is free, and of its cap. Chunks that are leaving count as gone.
+        It has room while an eighth of the arena and of its cap are free; chunks that are leaving count as free.
         """
         if by is not None and by.is_nearly_full():
             return by.victim()

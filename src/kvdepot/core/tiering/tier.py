@@ -1,4 +1,4 @@
-"""A tier as the deciding thread sees it: circuit breakers, queue, counters, probes, rules and status.
+"""The state of a tier on the deciding thread: circuit breakers, queue, counters, probes, rules and status.
 
 Shared by the files of this folder; a field of `TierState` that another file changes names that file.
 """
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 TASK_BYTES = 8 << 20
 """Approximate size of a load or save, so that several threads share the work of one lookup."""
 _MOST_ERROR = 300
-"""Most characters of a tier's error in log and status."""
+"""The most characters of a tier's error in log and status."""
 _PROBE_EVERY_S = 10.0
 _PROBE_S = 5.0
-"""A tier that has not answered a probe by then counts as failed."""
+"""Seconds after which a tier that has not answered a probe counts as failed."""
 _NO_USAGE = TierUsage()
 _ENFORCE_EVERY_S = 10.0
 """Seconds between two removals of expired objects in a local tier."""
@@ -42,9 +42,9 @@ _ENFORCE_EVERY_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class Demotion:
-    """A chunk that is evicted once the tiers have it.
+    """A chunk that is evicted once tiers have saved it.
 
-    account: in which it counts as leaving. by: the account that needs the space; None: none in particular.
+    account: it counts the chunk as leaving. by: the account that needs the space; None: no particular one.
     """
 
     chunk: Chunk
@@ -64,7 +64,7 @@ class Queued(NamedTuple):
 
 
 class CallTimes:
-    """Durations and rates of calls of one kind, one value per call of up to MOST_PARTS shards."""
+    """Durations and rates of one kind of call; each call of up to MOST_PARTS shards adds one value."""
 
     __slots__ = ("rates", "seconds")
 
@@ -73,7 +73,7 @@ class CallTimes:
         self.rates = Buckets(f"{kind}_bytes_per_second", "bytes/s", RATES)
 
     def record(self, size: int, took_s: float) -> None:
-        """A call has ended, which has moved `size` bytes of KV."""
+        """Count a call that has moved `size` bytes of KV."""
         self.seconds.count(took_s)
         if size and took_s:
             self.rates.count(size / took_s)
@@ -91,23 +91,23 @@ class TierState:
     finding: int = 0  # Finds in progress; changed by loading.py
     loading: int = 0  # Loads in progress; changed by loading.py
     load_times: CallTimes = field(default_factory=lambda: CallTimes("load"))
-    speed: TierSpeed = field(default_factory=TierSpeed)  # as lookups see it; changed by loading.py
+    speed: TierSpeed = field(default_factory=TierSpeed)  # as lookups measure it; changed by loading.py
     queue: deque[Queued] = field(default_factory=deque)  # shards to be saved; saving.py changes it and the next two
     queued_bytes: int = 0
     saving: set[Save] = field(default_factory=set)  # Saves in progress
     save_times: CallTimes = field(default_factory=lambda: CallTimes("save"))
     usage: TierUsage = _NO_USAGE  # as of the last probe
-    error: str = ""  # the last one
+    error: str = ""  # the last error
     failed_at: float = 0.0
-    probing: float | None = None  # since when
+    probing: float | None = None  # when the probe in progress began
     probe_after: float = 0.0
-    enforced: Rules = NO_RULES  # the last ones that a local tier has followed
+    enforced: Rules = NO_RULES  # the last rules that a local tier has followed
     enforcing: bool = False  # an Enforce is in progress
     enforce_after: float = 0.0
 
     @property
     def bit(self) -> int:
-        """Its bit in `Shard.tiers`."""
+        """The tier's bit in `Shard.tiers`."""
         return 1 << self.number
 
     @property
@@ -118,27 +118,25 @@ class TierState:
 
     @property
     def is_searchable(self) -> bool:
-        """Whether lookups may ask it."""
         return self.breaker.usable and self.breakers[LOOKUPS].usable and self.breakers[READS].usable
 
     @property
     def is_writable(self) -> bool:
-        """Whether shards may be saved in it."""
         return self.breaker.usable and self.breakers[WRITES].usable
 
     def succeeded(self, now: float, kind: str = "") -> None:
-        """Note an answer; may close the circuit breakers. kind: of the call; empty: none in particular."""
+        """Note an answer; may close the circuit breakers. kind: the kind of the call; empty: a probe."""
         if self.breaker.succeeded(now):
             for breaker in self.breakers.values():
-                breaker.forgive()  # they failed with the tier
+                breaker.forgive()  # their calls failed because the tier did
             log.info("tier %s recovered", self.name, extra={"tier": self.name})
         if kind and self.breakers[kind].succeeded(now):
             log.info("tier %s: %s succeed again", self.name, kind, extra={"tier": self.name})
 
     def call_failed(self, now: float, why: str, kind: str) -> bool:
-        """Note a call that failed; returns whether this opens the circuit breaker of the tier, or that of writes.
+        """Note a call that failed; returns whether this opens the circuit breaker of the tier or of its writes.
 
-        Calls of a kind that is known to fail tell nothing about the tier; its probes do.
+        Further failures of a kind that is known to fail tell nothing about the tier; its probes do.
         """
         breaker, why = self.breakers[kind], why[:_MOST_ERROR]
         is_known, was_usable = breaker.is_failing, breaker.usable
@@ -175,7 +173,7 @@ class TierState:
         return Probe(self.number)
 
     def time_out_probe(self, now: float) -> bool:
-        """Whether the probe has missed its deadline; if so, the same time starts again."""
+        """Whether the probe has missed its deadline; the probe then gets the same time again."""
         if self.probing is None or now - self.probing <= _PROBE_S:
             return False
         self.probing = now
@@ -186,12 +184,12 @@ class TierState:
         if isinstance(outcome, TierUsage):
             self.usage = outcome
             if outcome.objects is None and self.config.is_local:
-                self.probe_after = 0.0  # it still counts them
+                self.probe_after = 0.0  # the tier still counts its objects
 
     # -- rules
 
     def enforce(self, now: float, rules: Rules) -> Enforce | None:
-        """Start to enforce these rules if they are new, or if objects may have expired since the last time."""
+        """Start to enforce rules if they are new, or if objects may have expired since they were enforced last."""
         own = msgspec.structs.replace(rules, ttl_s=shortest(rules.ttl_s, self.config.options.ttl_s))
         is_due = own != self.enforced or (own != NO_RULES and now >= self.enforce_after)
         if self.enforcing or not (self.config.is_local and self.breaker.usable and is_due):
@@ -200,7 +198,7 @@ class TierState:
         return Enforce(self.number, own)
 
     def rules_enforced(self, rules: Rules, outcome: Enforced | KVDepotError, now: float) -> None:
-        """Handle the end of an Enforce. After a failure, or while it is behind, the next tick starts another one."""
+        """Handle the end of an Enforce. After a failure, or if it is behind, the next tick starts another one."""
         self.enforcing = False
         if isinstance(outcome, Enforced):
             self.enforced = rules
@@ -238,7 +236,7 @@ class TierState:
 
 
 def facts_of(namespace: Namespace, rank: int) -> ShardFacts:
-    """The facts that name a namespace's shards of one rank in tiers; created once."""
+    """The facts that name the shards of one rank of a namespace in tiers; created once."""
     known = namespace.facts.get(rank)
     if known is None:
         known = namespace.facts[rank] = ShardFacts(

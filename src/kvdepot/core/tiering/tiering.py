@@ -1,7 +1,7 @@
 """The tiers of a depot: begins and continues tier searches, saves and forgettings. No I/O, threads or clock here.
 
-Called by core/ on the deciding thread. Tier tasks go to the tiers' threads, and come back with their outcomes. What
-other files must continue is returned among the tier tasks (`Decision`), to be handled in order.
+Called by core/ on the deciding thread. Tier tasks go to the tiers' threads, and come back with their outcomes. Tier
+searches and forgettings that the caller must answer are among the returned tier tasks (`Decision`), in order.
 """
 
 from __future__ import annotations
@@ -57,18 +57,17 @@ class Tiering:
 
     @property
     def is_searchable(self) -> bool:
-        """Whether lookups may ask any tier."""
         return any(tier.is_searchable for tier in self._tiers)
 
     # -- time
 
     def too_late(self, tier_search: TierSearch, now: float) -> None:
-        """A tier search is at its deadline: count what its tiers owe as failures of those that answer nothing."""
+        """Count a failure of each tier that has answered nothing since this tier search, now at its deadline, began."""
         for tier in self.loads.late_tiers(tier_search, now):
             self._failed(tier, now, "does not answer")
 
     def tick(self, now: float) -> list[TierTask]:
-        """Called once a second: starts probes that are due, notes failures of late ones, and has rules enforced."""
+        """Called once a second: starts probes that are due, notes tiers with late probes, and has rules enforced."""
         tier_tasks: list[TierTask] = []
         for tier in self._tiers:
             if (enforce := tier.enforce(now, self._rules)) is not None:
@@ -83,18 +82,17 @@ class Tiering:
 
     @property
     def names(self) -> list[str]:
-        """The names of all tiers, nearest first."""
         return [tier.name for tier in self._tiers]
 
     def set_rules(self) -> None:
-        """Quotas have changed; local tiers follow them from the next tick on."""
+        """Take over changed quotas; local tiers follow them from the next tick on."""
         accounts = self._accounts
         quotas = {(each.tenant, each.salt): each.quota for each in accounts.all() if each is not accounts.rest}
         self._rules = Rules.of(quotas, accounts.salt_ttls, accounts.ttl_s)
 
     def fault(self, tenant: str, salt: bytes, quota: Quota) -> str:
-        """Why local tiers cannot give a tenant or a salt (as chunks are stored under) this quota beside the others';
-        empty if they can, or are not open."""
+        """Why local tiers cannot give a tenant, or a salt that chunks are stored under, this quota beside the existing
+        quotas; empty: they can, or are not open."""
         if quota.is_on_disk and not self._local:
             return "a quota on disk needs a tier disk://"
         rules = Rules(self._rules.quotas | {owner_prefix(tenant, salt): quota})
@@ -104,7 +102,7 @@ class Tiering:
         return ""
 
     def bytes_of(self, account: Account) -> int | None:
-        """Bytes of a tenant or salt with a quota in local tiers, as of their last probes; None if there are none."""
+        """Bytes of a tenant or salt with a quota in local tiers, as of their last probes; None: no tier is local."""
         owner = owner_prefix(account.tenant, account.salt)
         return sum(tier.usage.owners.get(owner, 0) for tier in self._local) if self._local else None
 
@@ -157,7 +155,6 @@ class Tiering:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is being saved, loaded, forgotten or erased."""
         is_saving = any(tier.saving or tier.queue for tier in self._tiers)
         return bool(self.loads.arriving_bytes or self.forgettings or self.erasures or is_saving)
 
