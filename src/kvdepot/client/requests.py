@@ -51,7 +51,7 @@ class PendingRequest:
     refusals: int = 0  # how often a server has said that it does not know us
     may_repeat: bool = True
     """False for a lookup whose session has ended (nothing would release its pins) or that was hurried (it would end the
-    pins of the later lookup), and for a registration or withdrawal that a later one replaces."""
+    later lookup's pins). Also False for a registration or withdrawal that a later one replaces."""
 
     def is_held_by(self, running: bytes) -> bool:
         """Whether the server of this run, which is alive (empty: none is), must get or answer it."""

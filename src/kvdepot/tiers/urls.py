@@ -1,7 +1,7 @@
 """Tier URLs for people: credentials and other secrets are replaced by `***`.
 
 Our own messages have no secret to remove: each URL in them is made by `shown`, however malformed it is. `redact` is
-applied once to the text of libraries and servers, where it enters a message: replacing a short password in a whole
+applied once to the text of libraries and servers, where it enters a message. To replace a short password in a whole
 message would garble the URL in it, and show the password by the gap. Invariant: text that may be part of a password is
 treated as a password.
 """

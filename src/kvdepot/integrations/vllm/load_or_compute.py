@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MARGIN, LEAST_S = 0.05, 0.005
 """The machine that is faster for a token does all of a hit, unless another division brings the first token sooner by
-this share of its time and by this many seconds: gains below that are within the noise of the measurements."""
+this share of its time and by this many seconds. Smaller gains are within the noise of the measurements."""
 _RETRY_S = 10.0
 """Seconds without a load after which a request that should compute everything tries the lanes again."""
 _MOST_TRIED = 0.05

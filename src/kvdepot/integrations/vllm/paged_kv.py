@@ -3,11 +3,11 @@
 connector.py calls it. Every release that is served (versions.py) settles the layout in the engine core, once, for all
 workers and KV cache groups; it is part of the namespace (identity.py).
 
-Shapes do not say which code writes a block or, on a CPU, in which order: vLLM's CPU attention packs keys and values for
-an instruction set that its code chooses, under one name and with the same shapes (0.31 changed the packing on ARM). So
-fixed keys and values are written into two spare blocks by the very function that writes the real ones, and a hash of
-the bytes that arrive there is part of the described type of elements: engines with different hashes do not share KV.
-vLLM's version is no part of the hash. Invariant: no byte of the engine's own KV is written.
+Shapes do not say which code writes a block or, on a CPU, in which order. vLLM's CPU attention packs keys and values for
+an instruction set that it chooses, under one name and with the same shapes. (0.31 changed it on ARM.) So fixed keys and
+values are written into two spare blocks by the very function that writes the real ones, and a hash of the bytes that
+arrive there is part of the described type of elements: engines with different hashes do not share KV. vLLM's version is
+no part of the hash. Invariant: no byte of the engine's own KV is written.
 """
 
 from __future__ import annotations

@@ -8,10 +8,9 @@ only the loaded one could free blocks (vLLM's issue 57841). So:
 
 - If a pass has ended at a request that did not fit, the next pass is for loaded requests: other requests are told None
   until all loaded ones are scheduled.
-- An asynchronous load is promised only if its request fits beside the blocks that others need: requests that wait with
-  blocks, none of which could go on otherwise (for windows, vLLM 0.30 to 0.33 reserve too few blocks), and requests that
-  were told None before it in the pass, which vLLM would pass by again and again. The numbers of needed blocks are upper
-  bounds.
+- An asynchronous load is promised only if its request fits beside the blocks that others need, by upper bounds. Others
+  are requests that wait with blocks: none of them could go on otherwise (for windows, vLLM 0.30 to 0.33 reserve too
+  few). Others are also requests that were told None before it in the pass, which vLLM would pass by for ever.
 - If nothing was computed or loaded for longer than computing a request takes, the request is told 0 instead of None,
   and never waits for its lookup again. No case is known in which this happens; it bounds what a bug can cost.
 

@@ -18,7 +18,7 @@ states or experts, and prompts with images or other items, all chunks are. If a 
 private from then on, and its chunks under the shared name are removed.
 
 With `--verify-hits`, a share of the hits on trusted chunks is computed and compared whole as long as the engine runs,
-to find damaged bytes, which may be in any chunk; the server acts on the results (core/verification.py). Invariant:
+to find damaged bytes, which may be in any chunk. The server acts on the results (core/verification.py). Invariant:
 nothing that follows from chunks of an unproven writer leaves the engine before a comparison has ended well on every
 rank.
 """
