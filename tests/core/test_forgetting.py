@@ -54,7 +54,7 @@ def test_a_forget_is_answered_at_its_end_and_lookups_meanwhile(desk: Desk) -> No
     assert desk.depot.counters["forgotten_chunks"] == 5
 
 
-def test_what_would_be_forgotten_is_counted_some_chunks_at_a_time_and_stays(desk: Desk) -> None:
+def test_a_preview_counts_some_chunks_at_a_time_and_removes_none(desk: Desk) -> None:
     chain, salted = prompt("a", 3), prompt("b", 2)
     desk.ask(b"one", store(chain))
     desk.ask(b"one", wire.Store(1, [msgspec.structs.replace(shards(salted), salt=SALTS[1])]))
@@ -100,7 +100,7 @@ def test_a_seventeenth_removal_in_progress_is_refused(desk: Desk) -> None:
     assert desk.ask(b"one", lookup(prompt("b", 20), model="n")) == 20
 
 
-def test_what_is_being_forgotten_leaves_memory_without_being_saved_first() -> None:
+def test_forgotten_chunks_leave_memory_without_being_saved_first() -> None:
     tier = MemoryTier()
     host = new_host(("disk:///d?write=on_evict", tier), pages=16)
     host.depot.removals.step_chunks = 1

@@ -156,7 +156,7 @@ def saved(host: Host) -> int:
     return host.depot.tiering.status(host.now)[0].counters.get("saved_chunks", 0)
 
 
-def test_what_a_cap_pushes_out_is_saved_before_although_memory_has_space() -> None:
+def test_chunks_that_a_cap_pushes_out_are_saved_although_memory_has_space() -> None:
     tier = MemoryTier()
     host, blue, _ = tenants_of(tier)
     host.ask(b"one", wire.SetQuota("blue", pages(cap=8)))

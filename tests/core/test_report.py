@@ -50,7 +50,7 @@ def move(worker: LMCacheMPWorkerAdapter, request: str, tokens: list[int], is_sto
 
 
 @pytest.mark.faults
-def test_what_engines_do_is_told_byte_by_byte_and_token_by_token(depot: Depot) -> None:
+def test_the_report_counts_every_byte_and_token_of_engines(depot: Depot) -> None:
     scheduler, worker = an_engine(depot)
     tokens = list(range(2 * CHUNK))
     move(worker, "first", tokens, is_store=True)
@@ -97,7 +97,7 @@ def test_a_request_that_fails_is_counted_with_its_time(depot: Depot) -> None:
     scheduler.shutdown()
 
 
-def test_what_people_ask_by_commands_counts_as_no_request_of_an_engine(depot: Depot) -> None:
+def test_commands_do_not_count_as_requests_of_engines(depot: Depot) -> None:
     before = told(depot)
     with admin.connect(depot.url) as client:
         with pytest.raises(UnknownRequest):

@@ -29,7 +29,7 @@ def test_memory_that_a_retrieve_reads_is_given_to_no_store(desk: Desk) -> None:
     assert desk.answers[asked] == [True, True]
 
 
-def test_what_is_forgotten_while_a_retrieve_copies_it_is_not_given(desk: Desk) -> None:
+def test_a_retrieve_gives_no_chunk_that_was_forgotten_while_it_copied(desk: Desk) -> None:
     asked = desk.send(b"two", retrieve(CHAIN))
     desk.depot.removals.step_chunks = 0  # the removal has begun, and has not come to these chunks
     desk.send(b"one", wire.ForgetChunks())

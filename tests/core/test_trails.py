@@ -158,7 +158,7 @@ def test_a_quarantine_is_the_reason_in_its_own_tenant_alone(tenants: Desk) -> No
     assert found == ["quarantine", "model"]
 
 
-def test_what_was_loaded_stored_and_refused_is_counted_in_shards(desk: Desk) -> None:
+def test_loads_stores_and_refusals_are_counted_in_shards(desk: Desk) -> None:
     desk.ask(b"one", store(chain(1, 2), request="r"))
     desk.ask(b"one", store(chain(1, 2, 3), request="r"))
     desk.ask(b"one", retrieve(chain(1, 2, 9), request="r"))

@@ -61,7 +61,7 @@ def look(chunks: int, request: str, model: str = "m", reports: bool = False) -> 
     return wire.Lookup(model, 1, 0, request, 1, hashes, True, reports=reports)
 
 
-def test_what_an_engine_reports_counts_instead_of_its_lookup() -> None:
+def test_an_engines_own_report_counts_instead_of_its_lookup() -> None:
     desk = Desk()
     desk.hello()
     desk.register(b"one")

@@ -184,7 +184,7 @@ def test_a_comparison_says_how_far_it_met_each_writer(desk: Desk) -> None:
     assert answer == wire.Comparison(6, 0.0, 0, (wire.WriterRun(4, "first"), wire.WriterRun(6, "third")))
 
 
-def test_what_one_writer_has_stored_can_be_forgotten(desk: Desk) -> None:
+def test_the_chunks_of_one_writer_can_be_forgotten(desk: Desk) -> None:
     assert desk.ask(b"two", store(prompt("p", 6), first=4, end=6)) is True
     assert desk.ask(b"two", store(prompt("q", 3))) is True
     assert desk.ask(b"two", wire.ForgetChunks("m", writer="second")) == wire.ForgetAnswer({"memory": 5})

@@ -178,7 +178,7 @@ def test_an_interrupted_copy_stores_nothing(running: Running, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("is_dropped", [False, True])
-def test_what_is_placed_after_its_call_gave_up_is_given_back(
+def test_a_placement_after_its_call_gave_up_is_given_back(
     start_depot: StartDepot, connect: Connect, monkeypatch: pytest.MonkeyPatch, is_dropped: bool
 ) -> None:
     """is_dropped: the namespace is used no more."""

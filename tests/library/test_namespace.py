@@ -84,7 +84,7 @@ TYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float16", "float32", "floa
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("kind", ["a name", "a type", "a dtype of NumPy", "a dtype of torch"])
-def test_what_is_got_has_the_type_that_the_namespace_was_given(make: MakeNamespace, name: str, kind: str) -> None:
+def test_get_returns_arrays_of_the_namespaces_type(make: MakeNamespace, name: str, kind: str) -> None:
     numpy_type = getattr(np, name, None) or getattr(module("ml_dtypes"), name)
     torch = module("torch")
     said = {"a type": numpy_type, "a dtype of NumPy": np.dtype(numpy_type), "a dtype of torch": getattr(torch, name)}
@@ -364,7 +364,7 @@ def test_shapes_of_several_kinds_are_found_where_all_can_resume(make: MakeNamesp
         assert into[2].tolist() == [n] * 40
 
 
-def test_what_a_program_loads_counts_as_reused(start_depot: StartDepot, connect: Connect) -> None:
+def test_tokens_that_a_program_loads_count_as_reused(start_depot: StartDepot, connect: Connect) -> None:
     depot = connect(start_depot(chunk_size=TOKENS))  # of its own: a server lists some models only
     for shapes in ((SMALL,), (SMALL, WINDOW)):
         ns, tokens = open_namespace(depot, "reused", *shapes), random_tokens(6 * TOKENS)

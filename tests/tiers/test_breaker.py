@@ -17,7 +17,7 @@ def test_calls_that_nobody_makes_any_more_do_not_count_as_failing_for_ever() -> 
     assert breaker.failed(FIRST_WAIT_S + FORGET_S, "refused"), "one failure is enough to count again"
 
 
-def test_what_waits_for_writes_is_dropped_each_time_that_they_fail_again() -> None:
+def test_queued_saves_are_dropped_each_time_that_writes_fail_again() -> None:
     tier = TierState(0, parse("redis://localhost:1"))
     for _ in range(FAILURES - 1):
         assert not tier.call_failed(0.0, "read only", WRITES)

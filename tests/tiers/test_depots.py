@@ -66,7 +66,7 @@ def saved(depot: Depot, number: int = 0) -> int:
 
 
 @pytest.mark.parametrize("kind", ["redis", "object", "file"])
-def test_what_one_host_stored_an_engine_on_another_gets_byte_for_byte(
+def test_an_engine_on_another_host_gets_the_stored_chunks_byte_for_byte(
     kind: str, start_depot: StartDepot, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if kind == "redis":
@@ -85,7 +85,7 @@ def test_what_one_host_stored_an_engine_on_another_gets_byte_for_byte(
 
 
 @pytest.mark.parametrize("kind", ["disk", "redis", "object"])
-def test_what_a_writer_stored_is_forgotten_after_a_kill_and_where_only_a_tier_has_it(
+def test_a_writers_chunks_are_forgotten_after_a_kill_and_where_only_a_tier_has_them(
     kind: str, start_depot: StartDepot, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     url = f"disk://{tmp_path}/kv?capacity_gib=1" if kind == "disk" else request.getfixturevalue(f"{kind}_url")
@@ -189,7 +189,7 @@ def test_a_hung_store_delays_lookups_to_their_deadline_but_neither_hits_nor_a_st
             assert depot.stop() == 0
 
 
-def test_what_waits_to_be_written_is_written_before_a_planned_stop(start_depot: StartDepot, tmp_path: Path) -> None:
+def test_queued_saves_are_written_before_a_planned_stop(start_depot: StartDepot, tmp_path: Path) -> None:
     url = f"disk://{tmp_path}/kv?capacity_gib=1&threads=1"
     one = start_depot("--tiers", url)
     with engine(one) as toy:

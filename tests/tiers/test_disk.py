@@ -182,7 +182,7 @@ def test_directories_and_files_are_ours_alone_whatever_the_mask(root: Path, star
         "",
     ],
 )
-def test_what_is_no_name_of_an_object_leads_to_no_file(name: str, root: Path, start: Callable[..., Disk]) -> None:
+def test_texts_that_name_no_object_lead_to_no_file(name: str, root: Path, start: Callable[..., Disk]) -> None:
     tier = start()
     (root.parent / "outside").write_bytes(b"mine")
     area = memoryview(bytearray(b"evil"))
@@ -243,7 +243,9 @@ def test_objects_that_were_away_for_a_time_are_forgotten_with_the_others(
     assert there(start(), 1) == []
 
 
-def test_what_cannot_be_moved_to_the_trash_is_not_called_forgotten(root: Path, start: Callable[..., Disk]) -> None:
+def test_objects_that_cannot_be_moved_to_the_trash_do_not_count_as_forgotten(
+    root: Path, start: Callable[..., Disk]
+) -> None:
     tier = start()
     assert write(tier, 1)
     (root / "trash").symlink_to(root / "nowhere")
@@ -276,7 +278,7 @@ def test_a_directory_that_others_could_enter_is_closed_to_them_and_the_log_says_
 
 
 @as_root
-def test_what_another_user_put_into_an_open_directory_is_never_read(
+def test_files_of_another_user_in_an_open_directory_are_never_read(
     root: Path, start: Callable[..., Disk], caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = start()
@@ -319,7 +321,7 @@ def test_a_directory_or_a_link_of_another_user_is_refused(root: Path) -> None:
         Disk(root / "real", GIB)
 
 
-def test_what_a_killed_process_was_writing_and_removing_is_gone_after_the_start(
+def test_a_start_removes_files_that_a_killed_process_was_writing_or_removing(
     root: Path, start: Callable[..., Disk]
 ) -> None:
     tier = start()
@@ -664,7 +666,7 @@ def test_while_a_directory_is_opened_again_calls_are_refused(
     assert there(tier, 1) == [] and write(tier, 1)
 
 
-def test_what_is_not_mounted_is_not_made_anew_underneath(
+def test_the_directory_of_an_unmounted_disk_is_not_made_anew(
     mount: Callable[..., _Mount], start: Callable[..., Disk]
 ) -> None:
     place = mount("-t", "tmpfs", "-o", "size=4m", "tmpfs")

@@ -190,7 +190,7 @@ def test_any_number_of_pieces_and_threads_stays_below_what_the_library_can_bear(
     assert tier.usage().counters["failed"] == 0
 
 
-def test_what_another_host_is_just_writing_is_not_said_to_be_there(pool: MooncakeMaster, tier: Tier) -> None:
+def test_an_object_that_another_host_is_still_writing_is_not_there(pool: MooncakeMaster, tier: Tier) -> None:
     with closing(Host(pool.url, segment_mib=0)) as other:
         assert other.ask(f"begin 7 {MIB}") == "0"
         assert not write(tier, 7)

@@ -201,7 +201,7 @@ def test_keys_of_others_are_left_alone(server: RedisServer, open_tier: OpenTier)
 # -- limits
 
 
-def test_what_redis_does_not_take_is_refused_and_the_rest_of_the_batch_is_stored(
+def test_objects_that_redis_refuses_do_not_fail_the_rest_of_their_batch(
     server: RedisServer, open_tier: OpenTier
 ) -> None:
     tier = open_tier(f"redis://:{QUOTED}@127.0.0.1:{server.port}?prefix={prefix()}")

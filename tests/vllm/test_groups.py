@@ -31,7 +31,7 @@ def fitted(cache: Any, least_tokens: int = 256) -> Any:
     return fit_groups(find_groups(cache), ShardSpec.fit_blocks("model", 1, 0, least_tokens, hit_alignment(cache)))
 
 
-def test_one_group_of_which_all_is_needed_is_told_as_before_there_were_groups() -> None:
+def test_a_single_group_that_is_needed_whole_is_registered_without_groups() -> None:
     for cache in (
         config(spec("FullAttentionSpec")),
         config(spec("MLAAttentionSpec")),

@@ -55,7 +55,7 @@ def test_leases_are_named_after_the_session_or_the_request() -> None:
     assert accepted({"release": True, "session": "a", "store": False}) == ((), ("a", "a/expire"), 0, None)
 
 
-def test_actions_of_vllms_hints_say_the_same_and_those_of_others_are_left_alone() -> None:
+def test_vllms_actions_equal_our_hints_and_unknown_actions_are_ignored() -> None:
     assert accepted(None, [("retain", {"retain_s": 5, "session": "a", "priority": 0})]).leases == (
         ("retain", "a", 5, 0),
     )

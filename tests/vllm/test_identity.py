@@ -214,7 +214,7 @@ def test_all_processes_agree_though_files_appear_above_the_model_between_their_l
     assert _name(found) == name
 
 
-def test_layouts_separate_engines_and_not_what_asked_for_them(
+def test_layouts_separate_engines_however_they_were_asked_for(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def name(layout: str | None) -> str:
@@ -326,7 +326,7 @@ def test_a_release_that_corrects_a_model_shares_none_of_its_kv_with_releases_bef
     assert '"corrections": [["0.31"]]' in _logged(yarn)
 
 
-def test_a_models_path_and_folder_are_no_part_of_what_identifies_it(
+def test_a_models_path_and_folder_do_not_separate_engines(
     tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_identity, "loaded_since", lambda: time.time() + 60)
@@ -397,7 +397,7 @@ def test_bound_arguments_separate_engines_unless_they_are_defaults(config: VllmC
         ("load_config", "model_loader_extra_config", {"a": {"path": "/elsewhere"}}, "which files"),
     ],
 )
-def test_weights_that_are_not_to_be_seen_are_refused_until_somebody_names_them(
+def test_weights_that_cannot_be_read_are_refused_until_the_user_names_them(
     config: VllmConfig, where: str, field: str, value: Any, message: str
 ) -> None:
     config = copy.deepcopy(config)

@@ -96,7 +96,7 @@ def test_blocks_of_the_engines_own_cache_are_not_written(start: Callable[..., En
     assert [(len(load.ranks[0]), load.skip) for load in copied] == [(3, 1)]
 
 
-def test_what_a_step_copies_is_bounded(start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_copies_a_bounded_number_of_bytes(start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [prompt(20 + number, TOKENS) for number in range(3)]
     engine = start(*prompts)
     copied = loads(engine)

@@ -130,7 +130,7 @@ def test_without_measurements_all_is_loaded(missing: str) -> None:
     assert schedule(choice, request("r", 521), 512) == HitPart(512, False)
 
 
-def test_a_slow_lane_brings_what_it_can_while_the_model_is_busy_with_others() -> None:
+def test_a_slow_lane_loads_a_part_while_the_model_is_busy_with_others() -> None:
     choice = engine(0.02, 0.01)
     assert schedule(choice, request("first", 521), 512).tokens == 0  # 8 chunks
     assert schedule(choice, request("second", 521), 512).tokens == 4 * CHUNK  # within the 80 ms of the first

@@ -46,14 +46,14 @@ def test_a_local_chunk_that_has_just_ended_needs_nothing() -> None:
 # -- stores
 
 
-def test_boundaries_within_a_prompt_are_as_far_apart_with_small_chunks() -> None:
+def test_small_chunks_do_not_bring_boundaries_closer_together() -> None:
     plan = GroupPlan([GroupBlocks(0, 1, 1, 0), GroupBlocks(1, 1, 1, 4)], 16)
     tables = [list(range(1, 2001)), list(range(2001, 4001))]
     stored = covered(plan.to_store(tables, range(1000), 1000 * 16 + 5), 1)
     assert stored == {*range(252, 256), *range(508, 512), *range(764, 768), *range(996, 1000)}
 
 
-def test_long_prompts_have_boundaries_on_the_way_as_far_apart_as_is_said() -> None:
+def test_long_prompts_have_boundaries_at_the_configured_spacing() -> None:
     tables = [table(0, 64 * CHUNK, 128), table(1, 64 * CHUNK, 128)]
     plan = GroupPlan([whole(), window(512)], CHUNK)
     assert covered(plan.to_store(tables, range(64), 64 * CHUNK + 1), 1) == {14, 15, 30, 31, 46, 47, 62, 63}

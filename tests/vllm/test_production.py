@@ -54,7 +54,7 @@ def plain(served: Path, vllm_depot: Depot) -> Iterator[Engine]:
     started.close()
 
 
-def test_engines_with_a_depot_give_what_one_without_gives(alone: Engine, engine: Engine, plain: Engine) -> None:
+def test_engines_with_a_depot_give_the_answers_of_one_without(alone: Engine, engine: Engine, plain: Engine) -> None:
     tokens, other = prompt(301, TOKENS), prompt(302, TOKENS)
     for first, second, each in ((engine, plain, tokens), (plain, engine, other)):
         cold, warm = alone.run(each), alone.run(each)

@@ -65,7 +65,7 @@ def test_the_last_chunk_of_a_hit_is_computed_and_compared(
 
 
 @ways
-def test_tokens_that_follow_from_a_wrong_load_are_never_heard(
+def test_tokens_that_follow_from_a_wrong_load_never_leave_the_engine(
     depot: Depot, start: Callable[..., Engine], bytes_in_step: int
 ) -> None:
     tokens = prompt(3, TOKENS)
@@ -119,7 +119,7 @@ def test_an_engine_that_cannot_take_a_load_back_computes_everything(
 
 @ways
 @equally
-def test_an_abort_while_it_is_compared_leaves_nothing_wrong_behind(
+def test_an_abort_during_a_comparison_leaves_no_wrong_byte(
     depot: Depot, start: Callable[..., Engine], bytes_in_step: int, weights: bytes
 ) -> None:
     tokens = prompt(9, TOKENS)

@@ -188,7 +188,7 @@ def test_an_engine_of_another_version_is_refused_before_a_model_is_loaded(
         arguments.create_engine_config()
 
 
-def test_the_range_is_the_same_wherever_it_is_said() -> None:
+def test_all_texts_name_the_same_range_of_vllm_versions() -> None:
     from kvdepot.cli.doctor import VLLM_RELEASES
     from kvdepot.integrations.vllm.versions import KV_FORMATS
 

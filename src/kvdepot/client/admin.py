@@ -1,8 +1,7 @@
 """Warming, leasing and forgetting chunks by hand (`kvdepot warm`, `lease`, `forget`), and resetting an engine's cache.
 
-Called by cli/, web/, library/ and integrations/. To the server, a client like any other. What takes a client blocks
-until the server has answered, 30 s at most, and raises the server's error, or ProtocolError for an answer of another
-version.
+Called by cli/, web/, library/ and integrations/. Functions that take a client block until the server has answered, 30 s
+at most, and raise the server's error, or ProtocolError for an answer of another version.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def read_prompt(client: Client, tokens: str | None, hashes: str | None, model: s
 
 
 def make_prompt(client: Client, ids: Sequence[int], hashes: bytes, model: str, salt: str) -> PromptChunks:
-    """The chunks with these hashes or, without any, of these token ids. model: as in `read_prompt`. Raises
+    """The chunks with these hashes or, if there are none, those of these token ids. model: see `read_prompt`. Raises
     ConfigError."""
     spec = _spec_named(client, model)
     if not hashes:
@@ -81,16 +80,17 @@ def make_prompt(client: Client, ids: Sequence[int], hashes: bytes, model: str, s
 
 
 def _spec_named(client: Client, model: str) -> ShardSpec:
-    """The shards of the one model with this name or beginning. Raises ConfigError.
+    """The shards of the one model whose name is or begins with `model`. Raises ConfigError unless there is exactly one.
 
-    If the server lists only some of its namespaces, a full name means the listed shape, which is the largest.
+    If the server lists only some of its namespaces, a full name means the listed shape of the model, which is the one
+    with the most bytes.
     """
     found = status(client)
     namespaces, unlisted = found.namespaces, found.namespace_count - len(found.namespaces)
     known = [each for each in namespaces if each.model == model]
     is_whole = bool(known)
     known = known or [each for each in namespaces if each.model.startswith(model[:MOST_NAME])]
-    known = [each for each in known if each.engines] or known  # others have chunks of an earlier size, perhaps
+    known = [each for each in known if each.engines] or known  # the others may have chunks of an earlier size
     shapes = {
         (each.model, each.world_size, 0, each.chunk_tokens or client.chunk_size, each.blocks_in_chunk) for each in known
     }
@@ -142,10 +142,11 @@ def lease(
     terms: LeaseTerms = _RETAINED,
     progress: Callable[[int], None] = lambda chunks: None,
 ) -> int:
-    """Begin a lease of a prompt's chunks under a name, in place of one with the same name; see wire.TakeLease.
+    """Begin a lease of a prompt's chunks, in place of an earlier lease of the same name; see wire.TakeLease.
 
-    Returns how many chunks are leased so far; unless its kind is expire, it first loads them from the tiers, and blocks
-    until no more arrive. progress: see `warm`. Raises BadRequest, or Busy if the lease exceeds its tenant's budget.
+    Returns how many chunks are leased so far; unless the kind of the lease is expire, this first loads them from the
+    tiers, and blocks until no more arrive. progress: see `warm`. Raises BadRequest, or Busy if the lease exceeds its
+    tenant's budget.
     """
     if terms.kind != "expire":
         warm(client, prompt, progress)
@@ -160,7 +161,7 @@ def end_lease(client: Client, name: str, drops: bool = False) -> None:
 
 
 def drop(client: Client, prompt: PromptChunks, keep: int = 0) -> int:
-    """Remove a prompt's chunks, but the first `keep`; see wire.Drop. Returns how many were removed from memory."""
+    """Remove a prompt's chunks except the first `keep`; see wire.Drop. Returns how many were removed from memory."""
     return answer(client, prompt.drop(keep), int)
 
 
@@ -188,8 +189,8 @@ def why(client: Client, request: str = "") -> Trail:
 
 
 class Preview(msgspec.Struct, frozen=True):
-    """The chunks and bytes that `forget` would remove from memory, and from each tier at most all that it holds (None
-    where that is unknown), since a tier cannot count by model or salt."""
+    """The chunks and bytes that `forget` would remove from memory. tiers: all that each tier holds (None: not known),
+    as a tier cannot count by model or salt."""
 
     memory: wire.ChunkTotal
     tiers: dict[str, TierPreview]
@@ -201,13 +202,12 @@ class TierPreview(msgspec.Struct, frozen=True):
 
 
 def preview(client: Client, model: str, salt: str) -> Preview:
-    """The chunks that `forget` would remove now."""
     found = answer(client, wire.Count(model, salt_tag(salt)), wire.ChunkTotal)
     return Preview(found, {tier.name: TierPreview(tier.objects, tier.bytes) for tier in status(client).tiers})
 
 
 def unknown_model(client: Client, model: str) -> str:
-    """Why no chunk here has a model that begins with this name, with the names there are; empty if some have."""
+    """A message for people that no model's name begins with `model`, with the names there are; empty if one does."""
     found = status(client)
     names = sorted({each.model for each in found.namespaces})
     unlisted = found.namespace_count - len(found.namespaces)
@@ -226,7 +226,7 @@ def status(client: Client, timeout_s: float = ANSWER_S) -> Status:
 
 
 def set_quota(client: Client, tenant: str, quota: Quota | None, salt: str = "") -> None:
-    """Give a tenant a quota until the server ends; None: none.
+    """Give a tenant a quota until the server ends. quota: None takes the tenant's quota away.
 
     salt: the quota is for the tenant's requests with this cache salt, not for the tenant; only the salt's tag is sent.
     """

@@ -36,7 +36,7 @@ class OwnClient(Client):
 
 
 def ask(client: Client, request: wire.Request, kind: type[T], deadline_s: float = ANSWER_S) -> MessagingFuture[T]:
-    """Send a message whose answer is of this type; another one is a ProtocolError. Never blocks."""
+    """Send a message whose answer is of this type; an answer of another type is a ProtocolError. Never blocks."""
     return client.ask(request, partial(convert, request, kind), deadline_s)
 
 
@@ -46,7 +46,7 @@ def answer(client: Client, request: wire.Request, kind: type[T], timeout_s: floa
 
 
 def convert(request: wire.Request, kind: type[T], value: object) -> T:
-    """The answer to a message as a value of this type. Raises ProtocolError for another one."""
+    """The answer to a message as a value of this type. Raises ProtocolError for an answer of another type."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as exc:

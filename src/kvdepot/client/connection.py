@@ -47,8 +47,8 @@ _GONE_CHECK_S = 0.2
 _IDLE_S = 0.5
 """Pause between a refused hello and the next, while nothing waits for the server."""
 _STALE_S = 10.0
-"""After this long without an answer, it is suspected lost although no broken connection was reported. Of a lookup whose
-request is only queued this is no sign: it is sent again, and a server that still has it goes on with it."""
+"""After this long without an answer, the answer is suspected lost although no broken connection was reported. A queued
+lookup may take longer: it is sent again, and a server that still has it goes on with it."""
 _MAX_REPEATS = 3
 CHECK_S = 0.01
 """Least time between two checks in `expire`."""
@@ -70,16 +70,16 @@ class Connection:
         self.phase = Phase.APART
         self._closed: KVDepotError = Unavailable("this client is closed")
         self.incarnation = b""  # of the server that last welcomed us
-        self.arena = "", b""  # its name, and that incarnation
+        self.arena = "", b""  # the name of that server's arena, and its incarnation
         self.welcomes = 0
-        self.welcome = wire.Welcome(wire.VERSION, 0)  # the last one; a chunk size of 0 before the first
+        self.welcome = wire.Welcome(wire.VERSION, 0)  # the last welcome; a chunk size of 0 before the first
         self.heard = 0  # replies received and connections made: while it stays the same, asking again is useless
         self._until = 0.0  # the phase's deadline
         self._url = url
         self._send = send
         self._clock = clock
         self._handshake = Handshake(url, introduction, watch)
-        self._server: ServerRun | None = None  # the last that welcomed us, until it is seen to be gone
+        self._server: ServerRun | None = None  # the last server that welcomed us, until it is seen to be gone
         self._numbers = itertools.count(1)
         self.requests = Requests()
         self._own: tuple[int, wire.Request] | None = None  # our hello or proof, while its answer is due
@@ -126,7 +126,7 @@ class Connection:
         self._until = self._clock() + within_s
 
     def _leave(self) -> None:
-        """Go apart from a server, and expect no answers to our own requests."""
+        """Enter APART, and expect no answer to our hello or proof any more."""
         self._own = None
         if self.phase not in (Phase.APART, Phase.CLOSED):
             self._go(Change.LOSE)
@@ -157,7 +157,7 @@ class Connection:
             self._send_parked()
 
     def _park(self, request: wire.Request, done: Done, deadline_s: float | None) -> None:
-        """Add a request, to be sent by `_send_parked`. Raises BadRequest for one that cannot be encoded."""
+        """Add a request, to be sent by `_send_parked`. Raises BadRequest for a request that cannot be encoded."""
         number, now = next(self._numbers), self._clock()
         frame = wire.encode_request(number, request)
         self.requests.note(request)
@@ -268,7 +268,7 @@ class Connection:
 
     def _refused(self, error: KVDepotError) -> None:
         self.lose(error)
-        if self.phase is Phase.APART:  # else the end of a request has caused another, and with it a hello
+        if self.phase is Phase.APART:  # else a caller whose request failed has asked again, and we have said hello
             self._greet_again()
 
     def _greet_again(self) -> None:
@@ -317,18 +317,18 @@ class Connection:
             if is_trusted or is_hello or isinstance(value, KVDepotError):
                 self._own = None
                 (self._take_proof if is_hello else self._take_welcome)(value, incarnation)
-            return  # else without the seal that it should have; the sender of an error may not have the key yet
+            return  # else the reply lacks its seal, which only an error may: its sender may not have the key yet
         pending = self.requests.pending.get(number)
         if pending is None:
             return  # the answer came after its deadline
         if number in self.requests.parked and self.phase is not Phase.SERVING:
-            return  # not sent yet, or to be sent again: an answer now comes from a server that has not proved itself
+            return  # the request waits to be sent: an answer now comes from a server that has not proved itself
         is_forged = self._handshake.is_sealed and opened is None
         if is_forged and (self._is_running() or not isinstance(value, UnknownClient)):
             if self.phase is Phase.SERVING:
                 self._leave()  # a program in between, or a server that has lost our key: say hello again
             return
-        if incarnation != self.incarnation:  # whatever it says, it has not proved itself
+        if incarnation != self.incarnation:  # whatever this server says, it has not proved itself
             value = UnknownClient(f"another server has come to {self._url}")
         if isinstance(value, UnknownClient | UnknownInstance) and self._repeat(number, pending, value):
             return
@@ -344,7 +344,7 @@ class Connection:
         if is_wrong or not pending.may_repeat or pending.refusals >= _MAX_REPEATS:
             return False
         if not isinstance(request, LASTING):
-            pending.server = b""  # it has not begun
+            pending.server = b""  # no server works on the request
         pending.refusals += 1
         self.requests.parked.add(number)
         if self.phase is Phase.SERVING:

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 _MAX_CHAINS = 1024
 _GIVE_UP_S = 1.0
-"""Copies of tensors that are unregistered may take this long to end before they are voided."""
+"""Copies under way may take this long to end, once their tensors are unregistered, before they are voided."""
 
 
 class RequestType(enum.Enum):
@@ -68,7 +68,7 @@ class RequestType(enum.Enum):
 
     event_handle: if it is not empty, the copy waits for the work that was queued before this call."""
     RETRIEVE = "retrieve"
-    """as STORE -> list[bool], one per key"""
+    """the payloads of STORE -> list[bool], one per key"""
     END_SESSION = "end_session"
     """`[request_id]` -> None"""
     GET_CHUNK_SIZE = "get_chunk_size"
@@ -206,8 +206,8 @@ class PromptChains:
         self, request_id: str | None, token_ids: Sequence[int], chunk_size: int, start: int = 0, end: int = 0
     ) -> tuple[bytes, int, bytes]:
         """Parent, depth and hashes of the chunks of tokens `[start, end)` of a prompt, without a tail shorter than a
-        chunk. end: 0 is the prompt's. Only tokens new to the request are hashed. Raises BadRequest for a start within a
-        chunk, a range beyond the prompt, and anything that is not a token id."""
+        chunk. end: 0 means the prompt's end. Only tokens new to the request are hashed. Raises BadRequest for a start
+        within a chunk, a range beyond the prompt, and anything that is not a token id."""
         tokens = len(token_ids)
         end = end or tokens
         if start % chunk_size or not 0 <= start <= end <= tokens:
@@ -306,7 +306,6 @@ class MessageQueueClient(Client):
         return self.ask(wire.Register(instance, layout.format, fault=fault), check)
 
     def _leave(self, instance: int, timeout_s: float) -> None:
-        """Copy an instance's blocks no more."""
         self.lane.remove(instance, timeout_s)
         if instance in self._opened:
             self._opened.pop(instance).close()

@@ -1,6 +1,6 @@
 """The speed of a lane's loads: what decides whether an engine loads or computes (integrations/vllm/load_or_compute.py).
 
-Used by client/lane.py. Loads alone count: they go before stores at every slice, so what stores take delays them by one
+Used by client/lane.py. Only loads are measured: they go before stores at every slice, so a store delays a load by one
 slice at most.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 _SAMPLES = 32
-"""Copies that count: the latest."""
+"""The number of latest loads from which the speed is computed."""
 
 
 class LoadSpeed:
@@ -29,7 +29,7 @@ class LoadSpeed:
 
     @property
     def bytes_s(self) -> float:
-        """The speed; 0.0 while nothing was measured. Any thread."""
+        """Bytes per second; 0.0 before the first load has ended. Any thread."""
         samples = sorted(self._samples, reverse=True)
         half = sum(size for _, size in samples) / 2
         for speed, size in samples:

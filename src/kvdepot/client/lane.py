@@ -1,12 +1,13 @@
-"""The lane of a worker: one thread that copies between the engine's blocks and the arena, and asks the server about it.
+"""The lane of a worker: one thread that copies between the engine's blocks and the arena, as the server places them.
 
 So neither the engine's thread waits for a copy, nor a copy for the engine's next step. Used by client/worker.py and
 client/contract.py. operations.py has the phases of an operation.
 
 Invariants: every operation that a server has placed is completed, unless the client closes: whatever happens, the
 server gets its memory back. Every future ends once, and not while its blocks are being copied. Loads go before stores
-at every slice; among each other, operations of one direction are asked and copied in the order in which their events
-happen, or else were submitted. So a comparison is made with what was there before the store behind it.
+at every slice; among each other, operations of one direction are asked for and copied in the order in which their
+events happen or, without events, were submitted. So a comparison reads the chunks as they were before the store behind
+it.
 
 The engine's thread may submit, give up and wait while the lane copies: a lock guards what both use, and the lane does
 not hold it while it copies, waits or asks an event. The client's lock is taken within it, never around it: answers,
@@ -49,14 +50,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MOST_AT_SERVER = 64
-"""Operations of one direction that a server has placed, or is placing: while one is copied, it places the next ones."""
+"""Limit of operations of one direction that are at the server: while one is copied, the server places the next."""
 _MOST_WAITING = 4096
 ANSWER_S = 60.0
-"""An operation fails if the server leaves it without an answer for this long, as one that is stopped does."""
+"""An operation fails if the server does not answer it for this long, for example if the server's process is stopped."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.001
 """The pause between two looks at events doubles while nothing happens: each look takes the GIL from the engine."""
 _IDLE_S = 0.5
-"""Without events, the thread looks this often at what is overdue."""
+"""Without device events to poll, the thread looks this often for overdue operations."""
 _MAP_AGAIN_S = 0.5
 """An arena that could not be mapped is tried again after this long, or before a copy."""
 _CLOSE_S = 5.0
@@ -84,8 +85,8 @@ class Lane:
         self._ready: dict[bool, deque[LaneOperation]] = {True: deque(), False: deque()}  # loads, and all others
         self._placed: dict[bool, deque[LaneOperation]] = {True: deque(), False: deque()}
         self._at_server: Counter[bool] = Counter()
-        self._copying: LaneOperation | None = None  # a slice of it is being copied
-        self._refused: list[LaneOperation] = []  # the server was too busy for their completion
+        self._copying: LaneOperation | None = None  # the operation of which a slice is being copied
+        self._refused: list[LaneOperation] = []  # operations whose completion the server was too busy to take
         self._closed: KVDepotError | None = None
         self._thread: threading.Thread | None = None
         self._answers: deque[tuple[LaneOperation, object]] = deque()
@@ -93,7 +94,7 @@ class Lane:
         self._ended = threading.Event()  # set by the thread: two threads must not join one in CPython 3.11
         self._unmapped: tuple[tuple[str, bytes], float] = ("", b""), 0.0  # an arena, and when it is tried again
         self._followed: dict[int, tuple[str, bytes]] = {}  # by instance: the arena that its blocks follow
-        self._added: list[BlockMemory] = []  # the thread does not know them yet
+        self._added: list[BlockMemory] = []  # blocks that the thread does not know yet
         self._next_check = 0.0
         self._pause_s = _FIRST_PAUSE_S
         hearing.add(self)
@@ -117,7 +118,6 @@ class Lane:
         self._wake()
 
     def memory(self, instance: int) -> BlockMemory | None:
-        """The blocks that were added as `instance`."""
         return self._memories.get(instance)
 
     def remove(self, instance: int, timeout_s: float = 0.0) -> None:
@@ -142,10 +142,10 @@ class Lane:
     ) -> MessagingFuture[T]:
         """Copy the chunks that a request names once `event` has happened. Never blocks.
 
-        block_ids: of each of `request.shards`. convert: makes the future's value from the server's last answer. That is
-        the answer to `wire.Complete`, or to the request if there is nothing to copy. Errors come by the future:
-        UnknownInstance without an `add`, BadRequest for blocks that do not fit, Busy if too many operations wait,
-        DeadlineExceeded if the event does not happen or the server does not answer, Unavailable, DeviceError.
+        block_ids: the blocks of each of `request.shards`. convert: makes the future's value from the server's last
+        answer. That is the answer to `wire.Complete`, or to the request if there is nothing to copy. Errors come by the
+        future: UnknownInstance without an `add`, BadRequest for blocks that do not fit, Busy if too many operations
+        wait, DeadlineExceeded if the event does not happen or the server does not answer, Unavailable, DeviceError.
         """
         future: MessagingFuture[T] = MessagingFuture(self, convert)
         with self._changed:
@@ -200,7 +200,7 @@ class Lane:
         return len(voided)
 
     def pump(self) -> None:
-        """Nothing: the thread hears the answers, and asking a future waits for no lock."""
+        """Do nothing: the lane's thread hears the answers, and so asking a future waits for no lock."""
 
     def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until `done()`, which is asked whenever an operation has ended; it must not use the lane. Blocks for
@@ -213,7 +213,8 @@ class Lane:
             return self._changed.wait_for(done, timeout_s)
 
     def close(self) -> bool:
-        """End all operations with Unavailable, and the thread. Safe twice. Blocks 5 s at most, for a device that hangs.
+        """End all operations with Unavailable, and end the thread. Safe twice. Blocks 5 s at most, for a device that
+        hangs.
 
         Returns whether no byte is copied any more. If not, do not close the client, whose server would give the memory
         to others; the blocks stay allocated.
@@ -244,7 +245,7 @@ class Lane:
         self._ready[operation.is_load].append(operation)
 
     def _ask_ready(self) -> bool:
-        """Ask for what is ready, loads first, as far as there may be more at the server. Returns whether any was."""
+        """Ask the server to place READY operations, loads first, up to the limit. Returns whether any was asked for."""
         any_asked = False
         for is_load in (True, False):
             ready = self._ready[is_load]
@@ -345,8 +346,8 @@ class Lane:
     # -- the thread
 
     def turn(self) -> float:
-        """Do what there is to do, and copy one slice at most. Returns the longest pause before the next turn, in
-        seconds; 0: none. Blocks while it copies."""
+        """Take answers, poll events, ask the server for what is ready, and copy one slice at most. Returns the longest
+        pause before the next turn, in seconds; 0: none. Blocks while it copies."""
         self._client.pump()
         if self._client.is_closed:
             with self._changed:
@@ -365,7 +366,7 @@ class Lane:
         if operation is not None:
             self._copy_slice(operation)
             return 0.0
-        if goes_on:  # what was sent may have read the descriptors' edge
+        if goes_on:  # sending may have consumed the signal of an answer
             self._pause_s = _FIRST_PAUSE_S
             return 0.0
         if events:
@@ -374,7 +375,7 @@ class Lane:
         return _IDLE_S
 
     def _poll_events(self) -> bool:
-        """Look which events have happened, each once: also those that several operations wait for."""
+        """Find the events that have happened. Each event is asked once, even if several operations wait for it."""
         with self._changed:
             waiting = list(self._waiting)
         if not waiting:
@@ -403,7 +404,7 @@ class Lane:
             return len(self._waiting) < before
 
     def _drop_overdue(self) -> None:
-        """Void what the server leaves without an answer; it is completed once the server does answer."""
+        """Void operations that the server has not answered in time; each is completed once the server does answer."""
         now = self._clock()
         if now < self._next_check:
             return
@@ -432,7 +433,7 @@ class Lane:
         return None
 
     def _use_devices(self) -> None:
-        """Use a new memory's device on this thread: else events make a context on the host's first device."""
+        """Select the device of new blocks on this thread: else events make a context on the host's first device."""
         with self._changed:
             added, self._added = self._added, []
         for device in {blocks.device for blocks in added if blocks.device is not None and blocks.device.type != "cpu"}:
@@ -461,7 +462,7 @@ class Lane:
             log.debug("the arena is not mapped yet: %s", exc)
             self._unmapped = arena, self._clock() + _MAP_AGAIN_S
             return
-        with self._changed:  # so that none is closed meanwhile
+        with self._changed:  # so that no block memory is closed meanwhile
             for instance, blocks in due.items():
                 if self._memories.get(instance) is blocks:
                     blocks.follow(view)
@@ -478,7 +479,7 @@ class Lane:
                 self.load_speed.add((operation.copied - before) * operation.chunk_bytes, self._clock() - begun)
         except KVDepotError as exc:
             error = exc
-        except BaseException as exc:  # whatever it is, the operation must end
+        except BaseException as exc:  # whatever the error, the operation must end
             log.exception("a copy of KV failed")
             error = KVDepotError(f"the blocks could not be copied: {exc!r}")
         with self._changed:
@@ -509,7 +510,6 @@ class Lane:
             raise Unavailable(f"this process can have no thread that copies: {exc}") from exc
 
     def _wake(self) -> None:
-        """Have the thread take its next turn now."""
         with contextlib.suppress(OSError):  # the thread has ended
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
@@ -521,7 +521,7 @@ class Lane:
             while self._closed is None:
                 try:
                     pause_s = self.turn()
-                except BaseException as exc:  # a bug of ours, or of what calls back: no operation may wait for ever
+                except BaseException as exc:  # a bug of ours, or of a callback: no operation may wait for ever
                     log.exception("the thread that copies KV failed; what it had to do is dropped")
                     self._recover(KVDepotError(f"the thread that copies failed: {exc!r}"))
                     pause_s = _IDLE_S
@@ -558,7 +558,7 @@ class Lane:
             os.close(fd)
 
     def leave_to_parent(self) -> None:
-        self._changed = threading.Condition(threading.Lock())  # a thread of the parent may have held the other
+        self._changed = threading.Condition(threading.Lock())  # a thread of the parent may have held the old lock
         self._thread, self._copying, self._wake_fd, self._memories = None, None, -1, {}
         with self._changed:
             self._end_all(BadRequest("this client connected before a fork: connect again in the child process"))

@@ -60,7 +60,7 @@ class Shared:
         self.url = url
         self._arena_dir = arena_dir
         self.log = path.with_suffix(".log")
-        """Its log; that of the server before it has the suffix `.log.1`."""
+        """The server's log; the log of the server before it has the suffix `.log.1`."""
         self._path = path
         self._lock = start_lock(path)
         self._is_engines = False  # the server that was last seen was started by an engine
@@ -131,13 +131,13 @@ class Shared:
             age_s = time.time() - self._lock.stat().st_mtime
         except OSError:
             return False
-        # vLLM appends the rank of a data-parallel replica to the engine's id. An id that a user has chosen is that of
-        # the engine's next start, too.
+        # vLLM appends the rank of a data-parallel replica to the engine's id. An id that a user has chosen stays the
+        # same at the engine's next start.
         is_ours = bool(starter) and re.fullmatch(re.escape(starter) + r"(_dp\d+)*", engine) is not None
         return is_ours and 0 <= age_s < _ONE_START_S
 
     def failure(self) -> str:
-        """Why it is not running: the last line of its log, and where that is."""
+        """Why the server is not running: the last line of its log, and the path of the log."""
         try:
             lines = self.log.read_text(errors="replace").split("\n")
         except OSError as exc:
@@ -154,7 +154,7 @@ class Embedded:
     """The beginning of its arena's name, for `str.format`."""
 
     def __init__(self, url: str, name: str, arena_dir: str = "") -> None:
-        """Start it. name: of the engine, unique on this host. arena_dir: as for Client. Raises Unavailable,
+        """Start the server. name: the engine's, unique on this host. arena_dir: see Client. Raises Unavailable,
         ConfigError."""
         self._folder = arena_folder(arena_dir)
         _remove_left_arenas(self._folder)
@@ -207,7 +207,7 @@ class Embedded:
             self._process.kill()
             self._process.wait()
         with contextlib.suppress(OSError):
-            (self._folder / self._arena).unlink()  # left if it was killed
+            (self._folder / self._arena).unlink()  # a server that was killed leaves it
 
 
 def _remove_left_arenas(folder: Path) -> None:

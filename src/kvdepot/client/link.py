@@ -30,7 +30,7 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 
 _SHARED_BYTES = 16 << 20
-"""Several threads copy this many bytes or more: starting them takes a tenth of the time that it saves."""
+"""Several threads share a copy of at least this many bytes: starting them takes a tenth of the time that they save."""
 _COPY_THREADS = min(4, len(os.sched_getaffinity(0)))
 
 
@@ -99,8 +99,8 @@ class Link:
         """Store or retrieve chunks, within `call`: the final answer, which must be of this type.
 
         size: bytes of a chunk. copy: moves the bytes of the placed chunks; it is not called if there are none. Blocks
-        until it has ended, and for each of two answers `timeout_s` at most. Raises what `copy` raises, or KVDepotError:
-        UnknownRequest if it is not known whether the server has stored the chunks, such as of one that was replaced.
+        for the copy, and `timeout_s` at most for each of two answers. Raises what `copy` raises, or KVDepotError:
+        UnknownRequest if it is not known whether the server has stored the chunks, for example because it was replaced.
         """
         client, awaited = self._client, _Awaited(self._client)
         future = client.ask(request, awaited.read)
@@ -143,8 +143,8 @@ class Link:
 
 
 def copy_all(copy: Callable[[Item], None], items: Sequence[Item], size: int) -> None:
-    """Copy items of `size` bytes in all in this thread, and in others if these are many. Returns, or raises the first
-    error, once no thread copies any more: afterwards the server gives the memory to others."""
+    """Copy items, `size` bytes in all, in this thread, and from _SHARED_BYTES on in others, too. Returns, or raises the
+    first error, once no thread copies any more: afterwards the server gives the memory to others."""
     rest, errors, helpers = deque(items), list[BaseException](), list[threading.Thread]()
 
     def work() -> None:

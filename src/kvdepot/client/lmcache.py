@@ -118,7 +118,6 @@ class _Adapter:
 
     @property
     def mq_client(self) -> MessageQueueClient:
-        """The connection to the server."""
         assert isinstance(self.client, MessageQueueClient)
         return self.client
 
@@ -129,7 +128,6 @@ class _Adapter:
         self.client = client
 
     def num_blocks_per_chunk(self) -> int:
-        """Engine blocks in a chunk."""
         return self.spec.blocks_in_chunk
 
     def _hash_keys(self, block_hashes: list[bytes] | None) -> bytes:

@@ -47,7 +47,7 @@ class BlockIds(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: bytes, skip: int = 0) -> BlockIds:
-        """From little-endian uint32."""
+        """The blocks with these ids, as little-endian uint32."""
         return cls(np.frombuffer(packed, "<u4").astype(np.intp), skip)
 
 
@@ -79,10 +79,10 @@ class LaneOperation:
     is_void: bool = False  # no byte may be copied any more; its future ends, or has ended, with an error
     placement: wire.Placement | None = None
     pieces: list[CopyPiece] = field(default_factory=list)  # one per place, once the placement was checked
-    copied: int = 0  # pieces
+    copied: int = 0  # pieces that were copied
     sums: list[int] = field(default_factory=list)
     differences: list[list[float]] = field(default_factory=list)
-    tries: int = 0  # of completing it
+    tries: int = 0  # how often its completion was sent
     completion: wire.Complete | None = None
 
     @property
@@ -95,13 +95,13 @@ class LaneOperation:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that are not copied yet, as far as the server has not said that it lacks their chunks."""
+        """Bytes that are not copied yet, without chunks that the server has said it lacks."""
         chunks = len(self.pieces) or sum(len(part.hashes) // HASH_BYTES for part in self.request.shards)
         return (chunks - self.copied) * self.chunk_bytes
 
     def check(self) -> None:
-        """Raise BadRequest unless its blocks are those of its chunks, and registered; each is named once, but in parts
-        of a store that different requests ask for."""
+        """Raise BadRequest unless each chunk has its number of registered blocks, all different. Only stores of
+        different requests may have blocks in common."""
         shards, layout = self.request.shards, self.blocks.layout
         if len(shards) != len(self.block_ids) or not shards:
             raise BadRequest(f"block ids of {len(self.block_ids)} parts for {len(shards)} parts of requests")
@@ -138,7 +138,7 @@ class LaneOperation:
     def copy_slice(self, view: ArenaView) -> None:
         """Copy, or compare, as many of the next chunks as one slice has. view: the arena of its placement. Blocks.
 
-        Raises Unavailable if the server was replaced, ProtocolError for places that are none, DeviceError.
+        Raises Unavailable if the server was replaced, ProtocolError for places outside the arena, DeviceError.
         """
         request, blocks, size, placement = self.request, self.blocks, self.chunk_bytes, self.placement
         assert placement is not None
@@ -162,6 +162,6 @@ class LaneOperation:
 
 
 def _repeats(ids: Ids) -> bool:
-    """Whether an id is there twice. `np.unique` would import modules in the step of an engine's first store or load."""
+    """Whether an id occurs twice. `np.unique` would import modules in the step of an engine's first store or load."""
     ordered = np.sort(ids)
     return bool((ordered[1:] == ordered[:-1]).any())

@@ -13,8 +13,9 @@ nothing but `PendingRequest.waits` and `PendingRequest.repeats_at`, the columns 
 
 A server that was sent a copy may have placed it, and then holds memory until the copy is completed. It answers a copy
 that is sent again, under the same number, with the same Placement. So a copy does not fail while its server runs:
-nobody would complete it. To another server it is a new copy, and could be what ends servers one after the other. What
-releases something, a Complete or EndSession, must reach the server that holds it, however late; no other minds it.
+nobody would complete it. To another server it is a new copy, and that copy might be what crashes one server after the
+other. A Complete or EndSession must reach the server that holds what it releases, however late; other servers ignore
+it.
 
 Registrations outlive their requests. Each server that welcomes us is sent all of them before anything else.
 """
@@ -49,8 +50,8 @@ class PendingRequest:
     has_moved: bool = False  # it was sent to another server before
     refusals: int = 0  # how often a server has said that it does not know us
     may_repeat: bool = True
-    """Not a lookup whose session has ended, as nothing would release its pins, or that was hurried, as it would end the
-    pins of the later one; and no registration or withdrawal that a later one replaces."""
+    """False for a lookup whose session has ended (nothing would release its pins) or that was hurried (it would end the
+    later lookup's pins). Also False for a registration or withdrawal that a later one replaces."""
 
     def is_held_by(self, running: bytes) -> bool:
         """Whether the server of this run, which is alive (empty: none is), must get or answer it."""
@@ -79,7 +80,6 @@ class Requests:
         """Registrations that every server is to have, by instance."""
 
     def add(self, number: int, item: PendingRequest) -> None:
-        """Park a request until it can be sent."""
         self.pending[number] = item
         self.parked.add(number)
 
@@ -99,7 +99,7 @@ class Requests:
                         item.may_repeat = False
 
     def _replace(self, kind: type[wire.Register | wire.Unregister], instance: int, outcome: object) -> None:
-        """Let no request of this kind follow the one that is about to be made of the same tensors."""
+        """Do not repeat earlier requests of this kind for the same tensors, as a new one is about to be added."""
         for number, item in list(self.pending.items()):
             if isinstance(item.request, kind) and item.request.instance == instance:
                 item.may_repeat = False
@@ -107,7 +107,7 @@ class Requests:
                     self.end(number, outcome)
 
     def settle(self, request: wire.Register, value: object) -> None:
-        """A registration was answered: forget one that a server has refused for what it is."""
+        """A registration was answered: forget it if the server has refused the registration itself."""
         is_refused = isinstance(value, KVDepotError) and not isinstance(value, Busy | Unavailable | UnknownClient)
         if is_refused and self.registrations.get(request.instance) is request:
             del self.registrations[request.instance]
@@ -124,8 +124,8 @@ class Requests:
         return sorted(parked, key=lambda each: not isinstance(each[1].request, wire.Register))
 
     def oldest_without_deadline(self) -> tuple[int | None, PendingRequest | None]:
-        """The first lookup of a request that is only queued, by its number, and the first other request; of those that
-        wait for their answers without a deadline."""
+        """Of the requests that wait for their answers without a deadline: the number of the first queued lookup, and
+        the first request that is none."""
         queued = None
         for number, item in self.pending.items():
             if item.deadline == float("inf"):
@@ -135,7 +135,6 @@ class Requests:
         return queued, None
 
     def end(self, number: int, value: object) -> None:
-        """End a request with its outcome, unless it has ended."""
         pending = self.pending.pop(number, None)
         self.parked.discard(number)
         if pending is not None:
@@ -153,11 +152,11 @@ class Requests:
         for number, item in list(self.pending.items()):
             if not waits(item):
                 self.end(number, error)
-            elif number in self.pending:  # the end of another has not ended it
+            elif number in self.pending:  # the end of another request has not ended this one
                 self.parked.add(number)
 
     def repeat(self, number: int, item: PendingRequest, server: bytes, now: float) -> None:
-        """Park a request whose answer is lost, or fail it. server: the run of the one that has welcomed us."""
+        """Park a request whose answer is lost, or fail it. server: the run of the server that has welcomed us."""
         if item.repeats_at(server):
             item.has_moved |= item.server != server
             item.born = now
@@ -166,7 +165,7 @@ class Requests:
             self.end(number, Unavailable("the connection broke; the answer is lost"))
 
     def repeat_all(self, server: bytes, now: float) -> None:
-        """A server has welcomed us: whatever was sent before, no answer to it comes any more."""
+        """A server has welcomed us: no request that was sent before gets an answer any more."""
         for number, item in list(self.pending.items()):
             if item.server:
                 self.repeat(number, item, server, now)

@@ -25,8 +25,8 @@ from kvdepot.protocol.status import AnswersStatus
 log = logging.getLogger(__name__)
 
 LOOKUP_S = 1.0
-"""A lookup without an answer after this, plus the deadline of the server's tiers, counts as a miss for now; one that is
-queued has no deadline."""
+"""A lookup without an answer after this time, plus the deadline of the server's tiers, counts as a miss for now; a
+queued lookup has no deadline."""
 
 
 class Pending(msgspec.Struct, frozen=True):
@@ -34,9 +34,9 @@ class Pending(msgspec.Struct, frozen=True):
 
 
 class Cached(msgspec.Struct, frozen=True):
-    """The server has the first `tokens` of the prompt, in whole chunks, and those up to tail number `tail` of the
-    lookup; 0 is a miss. writers: who has stored that; see wire.WriterRun. held: where the last of these chunks are in
-    the arena of the server's run `incarnation`, as long as the request has its session."""
+    """tokens: tokens from the prompt's start that the server has, in whole chunks; 0: a miss. tail: number of the
+    longest tail that it has. writers: who has stored these chunks. held: places of the last chunks in the arena of the
+    server's run `incarnation`, valid as long as the request has its session."""
 
     tokens: int
     tail: int | None = None
@@ -62,7 +62,7 @@ class SubmittedLookup:
     message: wire.Lookup
     began_s: float
     heard: int  # `Client.heard` when it was sent
-    is_second: bool = False  # it replaced one whose caller was held back
+    is_second: bool = False  # it replaced a lookup whose caller was held back
     future: MessagingFuture[int] = field(init=False)
     incarnation: bytes = b""  # of the server that has answered
     hit: wire.Hit = wire.MISS  # the answer

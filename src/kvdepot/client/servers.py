@@ -51,7 +51,7 @@ class Handshake:
     """Hello, Proof, Prove and Welcome with the server at one address; each hello begins another."""
 
     def __init__(self, url: str, introduction: Introduction, watch: Callable[[str, bytes], LifeWatch]) -> None:
-        self.proved: ServerRun | None = None  # has proved itself, but has not welcomed us yet
+        self.proved: ServerRun | None = None  # the server that has proved itself, but has not welcomed us yet
         self._url = url
         self._introduction = introduction
         self._open_watch = watch
@@ -98,7 +98,6 @@ class Handshake:
         return bool(self._seals) or self._offer.hello.sealed
 
     def seal(self, frame: bytes) -> bytes:
-        """A frame with its seal, if messages are sealed."""
         return self._seals[0].close(frame) if self._seals else frame
 
     def open(self, frame: bytes) -> bytes | None:
@@ -106,7 +105,6 @@ class Handshake:
         return next((plain for seal in self._seals if (plain := seal.open(frame)) is not None), None)
 
     def close(self) -> None:
-        """Forget a server that has proved itself but not welcomed us."""
         if self.proved is not None:
             self.proved.watch.close()
             self.proved = None

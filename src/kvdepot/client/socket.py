@@ -255,22 +255,20 @@ class Client:
 
     @property
     def incarnation(self) -> bytes:
-        """The run of a server that last welcomed this client."""
+        """The run of the server that last welcomed this client."""
         return self._connection.incarnation
 
     @property
     def arena(self) -> tuple[str, bytes]:
-        """The name of the arena of the server that last welcomed this client, and that run; empty before."""
+        """The arena's name and the run of the server that last welcomed this client; empty before the first welcome."""
         return self._connection.arena
 
     @property
     def welcomes(self) -> int:
-        """The number of times that a server has welcomed this client."""
         return self._connection.welcomes
 
     @property
     def heard(self) -> int:
-        """Replies received and connections made so far."""
         return self._connection.heard
 
     @property
@@ -364,7 +362,6 @@ class Client:
             poller.poll(max(1, min(left, _QUIET_S if is_quiet else CHECK_S) * 1000))
 
     def _receive(self) -> None:
-        """Handle all that has arrived."""
         while True:
             self._has_sent = False
             try:
@@ -407,7 +404,7 @@ class Client:
         self._socket.close()
 
     def leave_to_parent(self) -> None:
-        self._lock = threading.RLock()  # a thread of the parent may have held the other
+        self._lock = threading.RLock()  # a thread of the parent may have held the old lock
         self._connection.close(BadRequest("this client connected before a fork: connect again in the child process"))
 
 

@@ -21,7 +21,8 @@ from kvdepot.protocol.layout import BlockFormat
 from kvdepot.protocol.leases import NORMAL
 
 _WORTH_BYTES = 256 << 10
-"""KV of a chunk on one rank that is worth an entry of the index (docs/decisions.md, "The chunk follows the engine")."""
+"""Bytes of a chunk's KV on one rank that are worth an entry of the index (docs/decisions.md, "The chunk follows the
+engine")."""
 _MOST_TOKENS = 256
 """An engine's own chunk size is at most this, unless its blocks ask for more."""
 
@@ -71,11 +72,11 @@ class GroupSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Whose shards: one rank's (of `world_size`) of a model; and the length of a chunk.
+    """The shards that a client stores and loads: those of one rank of a model, and the length of their chunks.
 
-    model: names everything that must be equal for KV bytes to be interchangeable. chunk_tokens: tokens per chunk.
-    blocks_in_chunk: engine blocks per chunk. groups: the model's KV cache groups, if it has several, or one that
-    resuming does not need whole; blocks_in_chunk is then that of the first.
+    model: a name for everything that must be equal for KV bytes to be interchangeable. world_size: number of ranks.
+    chunk_tokens: tokens per chunk. blocks_in_chunk: engine blocks per chunk. groups: the model's KV cache groups, if it
+    has several, or one that resuming does not need whole; blocks_in_chunk is then the first group's.
     """
 
     model: str
@@ -108,11 +109,9 @@ class ShardSpec:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens per block."""
         return self.chunk_tokens // self.blocks_in_chunk
 
     def blocks_of(self, group: int) -> int:
-        """Blocks of a KV cache group per chunk."""
         return self.groups[group].blocks_in_chunk if self.groups else self.blocks_in_chunk
 
     def register(
@@ -195,7 +194,6 @@ class PromptChunks:
         return msgspec.structs.replace(self.lookup(request_id, readers), pins=False, own=own)
 
     def lease(self, name: str, terms: LeaseTerms) -> wire.TakeLease:
-        """The message that begins a lease of the chunks."""
         size, (kind, ttl_s, priority, drops) = self.spec.chunk_tokens, terms
         return wire.TakeLease(name, kind, *self._shape, self.hashes, self.salt, size, ttl_s, priority, drops)
 

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _Asking: TypeAlias = tuple[wire.Copying, Callable[[object], T]]
-"""A message, and what converts its answer."""
+"""A message, and the function that converts its answer."""
 
 _whole = partial(check_type, expected=bool)
 _SHUTDOWN_S = 5.0
@@ -115,7 +115,6 @@ class WorkerClient:
 
     @property
     def lane(self) -> Lane:
-        """Copies this rank's blocks."""
         if self._lane is None:
             self._lane = Lane(self.client)
         return self._lane
@@ -151,7 +150,7 @@ class WorkerClient:
         known whether the server has forgotten the tensors, which nobody touches any more in any case.
         """
         self.give_up_stores({*self.store_futures, *self.comparisons}, timeout_s)
-        instance, self.instance_id = self.instance_id, secrets.randbits(62)  # so that nothing meant for one meets both
+        instance, self.instance_id = self.instance_id, secrets.randbits(62)  # no message may reach both
         for group in range(len(self.layouts)):
             self.lane.remove(instance + group)
         self._withdraw(instance, timeout_s)
@@ -219,7 +218,7 @@ class WorkerClient:
         transfers: Sequence[Transfer],
         event: DeviceEvent | None,
     ) -> Submitted[T]:
-        """make: makes the message to an instance for shards of this many chunks, and what converts its answer."""
+        """make: from an instance, shards and their number of chunks, the message and the function for its answer."""
         event = None if happened(event) else event
         submitted: Submitted[T] = Submitted(list(request_ids), sorted(transfers, key=attrgetter("group")))
         self.previously_finished.difference_update(request_ids)
@@ -249,7 +248,7 @@ class WorkerClient:
         call does not report the id, or a store or retrieve is submitted under it, it names a new request.
         """
         _settle(self.store_futures, self._store_ended)
-        _settle(self.comparisons, lambda comparison: None)  # whoever submitted it has it
+        _settle(self.comparisons, lambda comparison: None)  # whoever submitted a comparison has its outcome
         retrieved = _settle(self.retrieve_futures, self._retrieve_ended)
         # Asynchronous scheduling repeats a report in steps that it scheduled before it learned of the id's return. A
         # new request of the same id is scheduled after those, in a step that does not report it.
@@ -351,7 +350,7 @@ class WorkerClient:
     def close(self) -> None:
         """End all copies, unregister and close the connection. Safe twice and without a server; blocks 10 s at most."""
         if not self.lane.close():
-            return  # a server gives the memory of a client that has left to others
+            return  # the device still copies, and a server gives a closed client's memory to others
         try:
             self._withdraw(self.instance_id, _SHUTDOWN_S)
         except KVDepotError as exc:

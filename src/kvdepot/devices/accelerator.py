@@ -68,7 +68,6 @@ class _Cut(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of one chunk."""
         return (self.end - self.first) * (self.bottom - self.top) * self.stack.size
 
 
@@ -96,7 +95,7 @@ class _Slot:
             size = min(self.size, _BOUNCE_BYTES)
             try:
                 self._bounce = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
-            except RuntimeError:  # the limit of locked memory: the driver has buffers of its own
+            except RuntimeError:  # beyond the limit of locked memory; the driver uses its own buffers
                 self._bounce = torch.empty(size, dtype=torch.uint8)
         return self._bounce
 
@@ -116,7 +115,7 @@ class _Buffers:
                 self.step = _Slot(device, self.module, -(-staging_bytes // 16) * 8)
         except AttributeError as exc:
             raise DeviceError(f"torch has no streams for {device}: blocks there cannot be cached") from exc
-        self.module.synchronize(device)  # what was queued for others may still use this memory
+        self.module.synchronize(device)  # work that was queued for other users may still use this memory
 
     def follow(self, arena: ArenaBytes | None) -> threading.Event | None:
         """Register an arena instead of the one before. Never blocks."""
@@ -139,8 +138,8 @@ _buffers: weakref.WeakValueDictionary[tuple[torch.device, int], _Buffers] = weak
 
 
 def _buffers_of(device: torch.device, staging_bytes: int) -> _Buffers:
-    """The buffers of a device: those of another group, or new ones, smaller if the device lacks memory. Raises
-    DeviceError."""
+    """The buffers of a device: the ones that another group already uses, or new ones, smaller if the device lacks
+    memory. Raises DeviceError."""
     with _lock:
         found, size = _buffers.get((device, staging_bytes)), staging_bytes
         while found is None:
@@ -168,8 +167,8 @@ class AcceleratorBlocks(BlockMemory):
         device: torch.device,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        """storages: by name of the layout's mappings; kept alive. staging_bytes: of each of the lane's two buffers
-        (one more has half of it); a multiple of 16. Blocks while they are allocated.
+        """storages: by name of the layout's mappings; kept alive. staging_bytes: bytes of each of the lane's two
+        buffers, a multiple of 16; the buffer for loads within a step has half. Blocks while they are allocated.
 
         Raises DeviceError if the device has no memory for buffers of 4 MiB either.
         """
@@ -182,7 +181,7 @@ class AcceleratorBlocks(BlockMemory):
             self._planes = self._as_planes()
 
     def _widest_word(self) -> int:
-        """Bytes of a word; an address that is no multiple of it cannot be viewed as such words."""
+        """Bytes of a word. Only addresses that are multiples of this size can be viewed as words."""
         numbers = [number for each in self.layout.segments for number in (each.offset, each.stride, each.size)]
         return math.gcd(*numbers, *(storage.data_ptr() for storage in self._storages), max(_WORDS))
 
@@ -208,8 +207,8 @@ class AcceleratorBlocks(BlockMemory):
             self._copy(_Transfer(arena.bytes, is_store), pieces, buffers.lane)
 
     def load_in_step(self, arena: ArenaBytes, pieces: Sequence[CopyPiece]) -> None:
-        """As `BlockMemory.load_in_step`. What is queued on the current stream may still use the blocks, so they are
-        written after it; the calling thread waits for it only if the chunks do not fit into the buffer together."""
+        """See `BlockMemory.load_in_step`. Work that is queued on the current stream may still use the blocks, so they
+        are written after it. The calling thread waits for that work only if the chunks do not fit into the buffer."""
         buffers = self._opened()
         slot, current = buffers.step, buffers.module.current_stream(buffers.device)
         with buffers.step_lock:
@@ -231,7 +230,7 @@ class AcceleratorBlocks(BlockMemory):
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, start, (segment.size,), (1,))
 
     def follow(self, arena: ArenaBytes | None) -> threading.Event:
-        """As `BlockMemory.follow`: the arena is pinned, for all groups of the device in this process."""
+        """See `BlockMemory.follow`. The arena is pinned for all groups of the device in this process."""
         return self._opened().follow(arena) or super().follow(arena)
 
     def close(self) -> None:
@@ -299,7 +298,7 @@ class AcceleratorBlocks(BlockMemory):
         stage = slot.stage[: len(chunks) * size]
         wanted = np.stack([piece.block_ids[top : first.bottom] for piece in chunks])
         ids = slot.ids[: wanted.size].view(wanted.shape)
-        ids.copy_(torch.from_numpy(wanted), non_blocking=True)  # which has read memory that is not pinned
+        ids.copy_(torch.from_numpy(wanted), non_blocking=True)  # has read its source on return, as that is not pinned
         if not transfer.is_store:
             transfer.copy(slot, stage, places)
             transfer.wait_to_write(slot)
@@ -325,8 +324,8 @@ class _Transfer:
     """Copies in one direction between a device and the arena's memory, of which only some pieces are registered."""
 
     def __init__(self, memory: Bytes, is_store: bool, ready: Any = None, was_read: Any = None) -> None:
-        """ready, was_read: events of a load within a step; blocks may be written after the first, and the second is
-        recorded behind the last byte that is read from the arena."""
+        """ready, was_read: events of a load within a step. Blocks may be written after `ready`; `was_read` is recorded
+        behind the last byte that is read from the arena."""
         self.memory, self.is_store, self.ready, self._was_read = memory, is_store, ready, was_read
         self.registered: Collection[int] = ()
         # The same memory as a tensor, also where it is read-only: torch would warn.
@@ -361,7 +360,8 @@ class _Transfer:
                 part.copy_(self._tensor[offset : offset + size], non_blocking=True)
 
     def _bounce(self, slot: _Slot, data: torch.Tensor, area: Bytes) -> None:
-        """Copy through the slot's pinned buffer: left to the driver, copies of other memory hold up the engine's."""
+        """Copy through the slot's pinned buffer: the driver's copies of unpinned memory would delay the engine's
+        copies."""
         buffer = slot.bounce()
         for at in range(0, len(area), len(buffer)):
             part, there = data[at : at + len(buffer)], area[at : at + len(buffer)]
@@ -371,13 +371,12 @@ class _Transfer:
                 slot.synchronize()
                 there[:] = through.numpy()
             else:
-                slot.synchronize()  # a copy may still read it
+                slot.synchronize()  # an earlier copy may still read the buffer
                 through.numpy()[:] = there
                 part.copy_(through, non_blocking=True)
 
 
 def _queue_rows(transfer: _Transfer, slot: _Slot, stack: _Planes, piece: CopyPiece) -> None:
-    """Queue copies of large rows, each by itself."""
     if transfer.ready is not None:
         slot.stream.wait_event(transfer.ready)
     rows, ids = stack.rows.view(torch.uint8), piece.block_ids.tolist()
@@ -401,7 +400,7 @@ def _equally_apart(segments: Sequence[Segment]) -> int:
 
 
 def _batches(stacks: Sequence[_Planes], blocks: int, most: int) -> Iterator[list[_Cut]]:
-    """Cut chunks of so many blocks into batches, each a range of a chunk of at most so many bytes."""
+    """Cut chunks of `blocks` blocks into batches, each a range of a chunk of at most `most` bytes."""
     batch: list[_Cut] = []
     used = end = 0
     for stack in stacks:
@@ -439,7 +438,7 @@ def _places(extents: Extents, start: int, size: int) -> Iterator[tuple[int, int]
 
 
 def _joined(places: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The same bytes in as few places as possible, none across the end of a piece that is registered by itself."""
+    """The same bytes in as few places as possible, none of which crosses the end of a registered piece."""
     begin = end = 0
     for offset, size in itertools.chain(places, [(-1, 0)]):
         if offset == end:

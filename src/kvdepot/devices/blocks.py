@@ -65,8 +65,8 @@ class BlockMemory(ABC):
     device: torch.device | None
     """None: the processor's memory, where no work is queued."""
     task_bytes: int
-    """Approximate bytes to give to one `move`: large enough to make its cost negligible, small enough that a load
-    which has become due need not wait long."""
+    """Approximate bytes to give to one `move`: enough to make the cost of the call negligible, but so few that a load
+    which has become due does not wait long."""
 
     @abstractmethod
     def move(self, arena: ArenaBytes, pieces: Sequence[CopyPiece], is_store: bool) -> None:
@@ -82,15 +82,15 @@ class BlockMemory(ABC):
 
     @abstractmethod
     def read(self, segment: Segment, block: int) -> Bytes:
-        """A copy of one segment of one block, by itself: slow, and what the self-test measures `move` against."""
+        """A copy of one segment of one block: slow, and independent of `move`, which the self-test compares with it."""
 
     @abstractmethod
     def write(self, segment: Segment, block: int, data: Bytes) -> None:
         """Write one segment of one block, by itself. Blocks until it is there."""
 
     def follow(self, arena: ArenaBytes | None) -> threading.Event:
-        """Prepare for copies to and from this arena, in the background, and undo that for the one before; copies work
-        meanwhile. None: only undo it. Never blocks, raises nothing: what cannot be had is slower.
+        """Prepare for copies to and from this arena in the background, and undo the preparation for the arena before.
+        None: only undo it. Copies work meanwhile. Never blocks or raises: unprepared copies are slower.
 
         Returns an event that is set once the preparation has ended.
         """

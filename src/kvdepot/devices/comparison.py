@@ -1,8 +1,8 @@
 """Compares blocks of an engine with the chunks that are stored, as numbers: how far are they apart?
 
-Runs on the thread of the worker's lane. Two honest computations of one prompt differ by rounding: other batch shapes,
-kernels and processors add it up layer by layer. So the answer is a relative difference, and whoever asks has a limit
-for it.
+Runs on the thread of the worker's lane. Two honest computations of one prompt differ by rounding, which grows from
+layer to layer and depends on batch shapes, kernels and processors. So the answer is a relative difference, for which
+the caller has a limit.
 
     number of a chunk   the largest of its parts; a part: one segment's numbers of one data type
     number of a part    the mean of its tiles, or a quarter of the mean in one of its blocks, if that is larger
@@ -10,13 +10,13 @@ for it.
                         (of many tiles, one in `_EVERY`)
 
 Keys may be a hundred times larger than values: a relative difference of a whole layer would not see the values. A mean
-of small tiles does, and one tile near zero moves it little. A value that no rounding explains (not finite, or `_ABSURD`
-times the largest of the other side) makes it infinite.
+over small tiles does, and one tile near zero changes that mean little. A value that no rounding explains (not finite,
+or `_ABSURD` times the largest of the other side) makes the part's number infinite.
 
-In a mixture of experts, rounding decides between experts that are about as good, and all that follows such a token
-differs: parts of the same prompt by up to 0.3, states by up to 0.6. What has nothing in common differs by more than
-1. So with experts, a part's number is what nine in ten of its tiles exceed: near the beginning of a prompt, some of
-them differ by rounding alone. It is infinite if `_RUN` neighbouring tiles have nothing in common.
+In a mixture of experts, rounding decides between experts that are about as good, and all KV after such a token differs:
+parts of the same prompt by up to 0.3, states by up to 0.6. Unrelated KV differs by more than 1. So with experts, a
+part's number is the difference that nine in ten of its tiles exceed: near the beginning of a prompt, some tiles differ
+by rounding alone. The number is infinite if `_RUN` neighbouring tiles have nothing in common.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvdepot.memory.extents import Bytes, views
 from kvdepot.protocol.layout import Layout
 
 Bits: TypeAlias = Any
-"""An array of numbers as unsigned integers of as many bytes."""
+"""An array of numbers, as unsigned integers of the numbers' size."""
 Floats: TypeAlias = npt.NDArray[np.float32]
 Numbers: TypeAlias = npt.NDArray[np.float64]
 
@@ -46,10 +46,10 @@ _MOST = 2.0
 _ABSURD = 16.0
 _BLOCK_SHARE = 4
 _EVERY = 5
-"""The step between compared tiles of a long row; no divisor of what keys, values and heads alternate by."""
+"""The step between compared tiles of a long row; no divisor of the distances between keys, values or heads."""
 _MANY = 512
 _RUN, _UNRELATED = 32, 0.75
-"""Neighbouring tiles, and the number that three in four of them exceed if they have nothing in common."""
+"""A number of neighbouring tiles, and the difference that three in four of them exceed if they are unrelated."""
 _FLOOR = 1e-3
 """Tiles smaller than this, relative to the mean tile of their part, count as if they had this size."""
 _BATCH = 1 << 19
@@ -57,13 +57,14 @@ _BATCH = 1 << 19
 _SLICE = 4 << 20
 """Bytes of blocks that are copied at once, so that they are compared while they are in that cache."""
 _ALONE = 30 << 10
-"""Numbers that torch converts in the calling thread: from 32,768 on, it asks the threads that an engine needs."""
+"""Numbers that torch converts at once, in the calling thread: from 32,768 on, it uses threads that the engine needs."""
 _LARGE, _SMALL = 2.0**50, 2.0**-30
 """Squares of larger numbers may be infinite in float32, and those of tiles of a smaller mean size zero."""
 
 
 class _Type(NamedTuple):
-    """A data type of numbers. special: the bits of infinity, or of NaN without it; larger ones are NaN."""
+    """A data type of numbers. special: the bits of infinity, or of NaN if the type has no infinity; larger bits are
+    NaN."""
 
     bits: type[np.unsignedinteger[Any]]
     special: int
@@ -103,7 +104,7 @@ class _Parts(NamedTuple):
 
     @property
     def bits(self) -> Any:
-        """The type of the numbers' bits; of bytes, if they cannot be read as numbers."""
+        """The unsigned type that holds a number's bits; uint8 if the bytes cannot be read as numbers."""
         bits = _TYPES[self.numbers].bits if self.numbers in _TYPES else np.uint8
         return bits if self.taken % np.dtype(bits).itemsize == 0 else np.uint8
 
@@ -111,8 +112,8 @@ class _Parts(NamedTuple):
 def compare(
     blocks: BlockMemory, arena: ArenaBytes, pieces: Sequence[CopyPiece], has_experts: bool
 ) -> list[list[float]]:
-    """The differences of each piece, whose extents hold a stored chunk: the largest, then one for each of its parts, in
-    the order of their bytes; NaN if no data type, or its, is known. [0.0] if the bytes are equal.
+    """For each piece, whose extents hold a stored chunk: its largest difference, then that of each part in the order of
+    bytes. NaN: of a part whose data type is unknown. [0.0]: the bytes are equal.
 
     Blocks while it copies and compares. Raises DeviceError.
     """
@@ -126,7 +127,7 @@ def _compare(chunk: _Chunk, parts: Sequence[_Parts], judge: Callable[[Numbers], 
     if differing is None:
         return [0.0]
     tiles = [_Tiles(each, len(chunk.piece.block_ids)) for each in parts]
-    for each in sorted(ranges, key=lambda each: each != differing):  # first the blocks that have been read
+    for each in sorted(ranges, key=lambda each: each != differing):  # first the blocks that are in scratch already
         blocks = chunk.read(*each)
         for some in tiles:
             some.add(blocks)
@@ -142,12 +143,11 @@ class _Chunk:
         self._blocks, self._last = blocks, _Blocks(self, 0, 0, np.empty(0, np.uint8))
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Ranges of blocks that are read at once."""
         count, some = len(self.piece.block_ids), max(1, _SLICE // self._blocks.layout.block_bytes)
         return [(first, min(first + some, count)) for first in range(0, count, some)]
 
     def read(self, first: int, end: int) -> _Blocks:
-        """Copy the blocks `[first, end)` of the chunk into scratch, in place of others."""
+        """Copy the blocks `[first, end)` of the chunk into scratch, over the blocks that were there."""
         if (first, end) != (self._last.first, self._last.end):
             size = self._blocks.layout.block_bytes * (end - first)
             scratch = _scratch(size)
@@ -193,8 +193,6 @@ class _Blocks:
 
 
 def _parts(layout: Layout) -> Iterator[_Parts]:
-    """The parts of a layout's chunks, in the order of their bytes."""
-
     def each() -> Iterator[_Parts]:
         types = iter(layout.numbers or [("unknown", layout.block_bytes)])
         name, left = next(types)
@@ -233,7 +231,6 @@ class _Tiles:
         self._norms, self._distances = np.empty((2, parts.segments, blocks, tiles))
 
     def add(self, blocks: _Blocks) -> None:
-        """Compare some blocks."""
         if self._kind is None:
             return
         tiles = self._norms.shape[2]
@@ -258,7 +255,8 @@ class _Tiles:
                 self._norms[here][part], self._distances[here][part] = found
 
     def numbers(self, judge: Callable[[Numbers], Numbers]) -> list[float]:
-        """The number of each part: NaN if its bytes are no numbers of its type, infinite if no rounding explains it."""
+        """The difference of each part: NaN if its bytes are no numbers of its type, infinite if no rounding explains
+        it."""
         if self._kind is None:
             return [math.nan] * self._parts.segments
         one, other = _decode(self._parts.numbers, self._largest).max(axis=2)
@@ -269,7 +267,7 @@ class _Tiles:
 
 
 def _magnitudes(bits: Bits) -> Bits:
-    """The bits without their sign, which are in the order of the numbers' magnitudes."""
+    """The bits without their sign: as integers, they have the order of the numbers' magnitudes."""
     return bits & bits.dtype.type(np.iinfo(bits.dtype).max >> 1)
 
 
@@ -299,7 +297,7 @@ def _squares(tiles: npt.NDArray[Any]) -> Any:
 
 
 def _decode(name: str, bits: Bits) -> Floats:
-    """The numbers with these bits; all those of 8 bits are multiplied by one factor, if at all."""
+    """The numbers with these bits. All numbers of 8 bits may be scaled by one factor; differences are relative."""
     match name:
         case "float32":
             return cast(Floats, bits.view(np.float32))
@@ -308,7 +306,7 @@ def _decode(name: str, bits: Bits) -> Floats:
             return cast(Floats, np.left_shift(wide, 16, out=wide).view(np.float32))
         case "float8_e5m2":
             bits = np.left_shift(bits, 8, dtype=np.uint16)
-        case "float8_e4m3fn":  # with exponents of five bits, which makes them 256 times smaller
+        case "float8_e4m3fn":  # read with exponents of five bits: 256 times smaller
             signed = np.left_shift(bits.view(np.int8), 7, dtype=np.int16)
             bits = np.bitwise_and(signed, ~(1 << 14), out=signed)
     return _widen(np.ascontiguousarray(bits).view(np.float16))

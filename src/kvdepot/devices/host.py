@@ -2,7 +2,8 @@
 
 Used by a worker's lane, and by its engine within a step. A new mapping of the arena has no pages in this process, and
 each page that is used first costs a fault. So the pages that have memory are entered in the background as soon as a
-server is there: entering those of a load takes about as long as copying them. A copy enters those that are left.
+server is there: entering the pages of a load takes about as long as copying them. A copy enters the pages that are
+left.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _MIN_UNIT = 512
 _CALLS = 4
 """A stack of at least this many segments per block of a chunk is copied block by block."""
 _SHARED_BYTES = 4 << 20
-"""Two threads share a copy of this many bytes or more: one moves half of what the memory's bus does. Handing a part to
-the other thread costs a tenth of a millisecond."""
+"""Two threads share a copy of this many bytes or more: one thread moves half of what the memory's bus can. Handing a
+part to the second thread costs 0.1 ms."""
 _FEW = 4
 """Fewer chunks than this are divided between the threads by their segments; more are dealt out in turns."""
 
@@ -164,7 +165,7 @@ class _Pages:
                 try:
                     work = self._ended, self._stopping
                     threading.Thread(target=self._run, args=work, name="kvdepot-pages", daemon=True).start()
-                except RuntimeError:  # there can be no thread: pages are entered as they are used
+                except RuntimeError:  # no thread can be started: pages are entered as they are used
                     self._ended.set()
             return self._ended
 
@@ -188,7 +189,7 @@ class _Pages:
             ended.set()
 
     def _enter_allocated(self, start: int, size: int) -> bool:
-        """Enter what has memory of this range. Returns whether the arena is still a server's."""
+        """Enter the pages of this range that have memory. Returns whether the arena is still a server's."""
         first, pages = start // mmap.PAGESIZE, -(-size // mmap.PAGESIZE)
         entered = self._entered[first : first + pages]
         if entered.all():
@@ -245,8 +246,8 @@ class _Stack:
     """uint8[layers, segments of a layer, num_blocks, size], the memory of `rows`."""
 
     def copy(self, piece: CopyPiece, runs: _Runs | None, area: Bytes, is_store: bool) -> None:
-        """Copy blocks to a chunk's bytes of these segments, or back; a load leaves the first `skip` blocks. runs: runs
-        of the copied ids."""
+        """Copy blocks to a chunk's bytes of these segments, or back; a load does not write the first `skip` blocks.
+        runs: see `_runs`, of the copied ids."""
         skip = 0 if is_store else piece.skip
         size, count, ids = self.rows[0].size, len(piece.block_ids), piece.block_ids[skip:]
         if len(self.rows) < _CALLS * count:
@@ -291,7 +292,8 @@ def _equally_apart(rows: Sequence[_Rows], starts: Sequence[int], in_layer: int) 
 
 
 def _sized(stacks: Sequence[_Stack], piece: CopyPiece) -> Iterator[tuple[_Stack, int]]:
-    """The stacks and their bytes in a chunk; segments alone if it lies in several places, which takes a buffer."""
+    """The stacks and their bytes in a chunk. A chunk that lies in several places is copied segment by segment, by a
+    buffer."""
     if len(piece.extents) > 1:
         stacks = [_Stack([row], row.strided[None, None]) for stack in stacks for row in stack.rows]
     for stack in stacks:

@@ -30,7 +30,7 @@ _RELAXED = 2
 """cudaStreamCaptureModeRelaxed."""
 
 _Call = Callable[[int, int], str]
-"""Takes an address and bytes; returns what went wrong, or nothing."""
+"""Takes an address and a number of bytes; returns the driver's error, or an empty string."""
 
 
 class Registration:
@@ -41,11 +41,11 @@ class Registration:
         end first."""
         self.memory = memory
         self.ended = threading.Event()
-        """Set once every piece is registered, or no more can be."""
+        """Set once every piece is registered, or the driver has refused one."""
         self._device = device
         self._change = threading.Condition()
         self._pieces: set[int] = set()  # added to by the thread alone
-        self._users = 0  # guarded by _change, as is _stopping
+        self._users = 0  # copies that use the registration; guarded by _change, like _stopping
         self._stopping = False
         self._thread = threading.Thread(target=self._run, args=[before], name="kvdepot-register", daemon=True)
         self._thread.start()
@@ -55,12 +55,11 @@ class Registration:
         return sum(self._length(piece) for piece in tuple(self._pieces))
 
     def covers(self, memory: Bytes) -> bool:
-        """Whether this is the registration of this mapping."""
         return self.memory.ctypes.data == memory.ctypes.data and len(self.memory) == len(memory)
 
     @contextlib.contextmanager
     def use(self) -> Iterator[Collection[int]]:
-        """Copy within: the numbers of the pieces that may be copied directly; more may be added meanwhile."""
+        """Hold the registration during a copy. Yields the numbers of the pieces for direct copies, which may grow."""
         with self._change:
             pieces: Collection[int] = () if self._stopping else self._pieces
             self._users += 1
@@ -78,7 +77,6 @@ class Registration:
             self._change.notify_all()
 
     def join(self) -> None:
-        """Wait until everything is unregistered."""
         self._thread.join()
 
     def _length(self, piece: int) -> int:

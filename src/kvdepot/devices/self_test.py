@@ -24,7 +24,7 @@ from kvdepot.protocol.layout import Segment
 
 _MOST_BLOCKS = 8
 _MOST_BYTES = 8 << 20
-"""Bytes of one group's blocks in the test, if two blocks are not more."""
+"""Limit of the bytes of one group's blocks in the test, which has at least two blocks."""
 _MOST_ROWS = 4096
 """Rows to read and write one by one: each costs a call of the driver."""
 _TIMED_BYTES = 32 << 20
@@ -43,8 +43,8 @@ class CopySpeed(NamedTuple):
 def test_blocks(blocks: Sequence[BlockMemory], deadline_s: float = DEADLINE_S) -> CopySpeed:
     """Copy a few blocks of each KV cache group both ways, compare them, and measure the speed.
 
-    Runs on a thread of its own, like the copies, and blocks for milliseconds; for `deadline_s` if the device hangs: the
-    thread then writes no block any more, but what it has queued may. Raises DeviceError saying what differs.
+    Runs on a thread of its own, like the copies, and blocks for milliseconds; for `deadline_s` if the device hangs. The
+    thread then writes no block any more, but copies that it has queued may. Raises DeviceError saying what differs.
     """
     outcome: list[CopySpeed | BaseException] = []
     given_up = threading.Event()
@@ -82,7 +82,7 @@ class _Differs(DeviceError):
 def _test(blocks: Sequence[BlockMemory], given_up: threading.Event) -> CopySpeed:
     groups = [_Group(number, each, given_up) for number, each in enumerate(blocks)]
     scratch = Scratch(np.frombuffer(mmap.mmap(-1, max(group.arena_bytes for group in groups)), np.uint8))
-    checksum(scratch.bytes, ((0, PAGE),), PAGE)  # imports its library now, and not in the first copy
+    checksum(scratch.bytes, ((0, PAGE),), PAGE)  # imports its library now rather than in the first copy
     for group in groups:
         group.check(scratch, "")
     prepared = [group.blocks.follow(scratch) for group in groups if group.blocks.device is not None]
@@ -165,7 +165,6 @@ class _Group:
         return _Differs(self._number, self.blocks, f"{what} does not copy the right bytes, or changes others")
 
     def _rows(self) -> Iterator[tuple[Segment, int]]:
-        """Segments and blocks in the order of a chunk's bytes."""
         return itertools.product(self.blocks.layout.segments, self.ids.tolist())
 
     def _read(self) -> list[Bytes]:
@@ -181,7 +180,6 @@ class _Group:
             self.blocks.write(*each, row)
 
     def _new_rows(self) -> list[Bytes]:
-        """Random bytes in the blocks."""
         whole, rows, at = self._random.integers(0, 256, self.size, np.uint8), [], 0
         for segment, _ in self._rows():
             rows.append(whole[at : at + segment.size])

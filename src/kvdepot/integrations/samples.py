@@ -26,9 +26,9 @@ SAMPLE_BYTES = 4096
 STEP_BYTES = 1 << 20
 """Distance between two samples of a tensor."""
 _BLIND_STEP_BYTES = 1 << 16
-"""The same in files whose tensors are not known."""
+"""Distance between two samples in files whose tensors are not known."""
 _TAIL_BYTES = 1 << 20
-"""The end of such a file is hashed whole: files of `torch.save` end with a list of the checksums of their tensors."""
+"""Bytes at the end of such a file that are hashed whole: `torch.save` puts the checksums of its tensors there."""
 _MOST_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format."""
 ROW_SAMPLE_BYTES = 64

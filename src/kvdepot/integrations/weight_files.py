@@ -6,12 +6,11 @@ copy, and in the cache of a hub. `read_state` detects changes within one process
 or `touch` can restore.
 
 Both date the last change to what a path leads to: files, the links on the way to each of them, and the folders. A
-folder counts from when it was put where it is: a rename sets its `ctime` and that of the folder it is in, and neither
-can be set back. Each is also set when entries come and go in the folder itself, so the earlier of the two counts. Where
-both folders are busy, this counts as a change of the folder with the weights, the one it is in, and those with links;
-further up (`/tmp`), and where the contents were known before, only a rename counts that no entry has come or gone
-after. All this holds on ext4, XFS, Btrfs and
-tmpfs; a mount over a folder goes unnoticed.
+folder is dated to when it was put in its place: a rename sets its `ctime` and its parent folder's `ctime`, and neither
+can be set back. Entries that come and go also set the `ctime` of their folder, so the earlier of the two times counts.
+Where both folders are busy, this counts as a change of the folder with the weights, the one it is in, and those with
+links; further up (`/tmp`), and where the contents were known before, only a rename counts that no entry has come or
+gone after. All this holds on ext4, XFS, Btrfs and tmpfs; a mount over a folder goes unnoticed.
 
 In the cache of the Hugging Face hub, a link that is not older than the file that it leads to was made with it, by a
 download. So a first start, which downloads the model, has not changed it; a file edited through its link has changed.
@@ -55,7 +54,7 @@ class Kind(enum.Enum):
         "training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "rng_state*.pth",
         "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite",
     )  # fmt: skip
-    """Nothing that an engine computes depends on it."""
+    """No KV depends on the file."""
     DUPLICATE = ("pytorch_model*",)
     """Weights that no loader reads where safetensors lie beside them, unless it must read this format."""
     WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.tensors", "*.index.json")
@@ -64,15 +63,15 @@ class Kind(enum.Enum):
         "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
         "tekken.json", "chat_template*", "*.jinja",
     )  # fmt: skip
-    """It says which tokens a text has. Chunks are named by their tokens, so it seldom matters."""
+    """The file says which tokens a text has. Chunks are named by their tokens, so it seldom matters."""
     OTHER = ("*processor*",)
-    """It says how images and audio become numbers, or what it is for is unknown."""
+    """The file says how images and audio become numbers, or its purpose is unknown."""
     CONFIG = ("*config*.json", "params.json", "modules.json")
 
 
 ALL_KINDS = frozenset(Kind) - {Kind.HARMLESS, Kind.DUPLICATE}
 _HARMLESS_FOLDERS = {"__pycache__", "original", "onnx", "openvino", "coreml", "metal"}
-"""The same weights for other programs."""
+"""Folders with the same weights for other programs."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +81,9 @@ class Weights:
     digest: str
     """Equal digests mean equal files, on any host."""
     changed_at: float
-    """Unix time of the last change to any of them, or to the way to them; 0.0 if they never change."""
+    """Unix time of the last change to the files, or to the links and folders on their paths; 0.0: they never change."""
     place: str
-    """A digest of where the file systems of this host have them, and since when: other contents have another one."""
+    """A digest of where this host's file systems have the files, and since when: other contents have another digest."""
 
 
 class _Folder(NamedTuple):
@@ -113,7 +112,7 @@ class FolderState(NamedTuple):
     folders: tuple[_Folder, ...]
     """The folders on the way to the files."""
     changed_at: float
-    """Unix time of the last change to any of them."""
+    """Unix time of the last change to any of the files, links or folders."""
 
     def is_same(self, before: FolderState) -> bool:
         """Whether no weights were written, replaced, moved or relinked since `before`. Other files may change."""
@@ -140,9 +139,10 @@ def find_weights(
     """The version of the files of these kinds at `name`: a path (`~` is expanded), or a repository of a model hub in
     its local cache (`cache`: the folder of the Hugging Face hub's, if not the default), found as vLLM's loader does.
 
-    known: beginnings of the digests that were there before anything was loaded. If it is one of them, a folder counts
-    as moved only if nothing in it has changed since, so that files that come and go above the weights are no change.
-    None if there is no such path or snapshot, more than 20,000 files, or an unreadable one. Does not use the network.
+    known: beginnings of the digests that were there before anything was loaded. If the version is one of them, a folder
+    counts as moved only if nothing in it has changed since, so that files that come and go above the weights are no
+    change. None if there is no such path or snapshot, more than 20,000 files, or an unreadable one. Does not use the
+    network.
     """
     try:
         path = Path(name).expanduser()
@@ -156,8 +156,8 @@ def find_weights(
 
 
 def kinds_read(model: ModelConfig) -> frozenset[Kind]:
-    """The kinds of a model's files that decide about its KV, and that are there once it is loaded: from a hub, vLLM
-    downloads others late or never."""
+    """The kinds of a model's files that decide about its KV and exist once the model is loaded: vLLM downloads other
+    kinds from a hub late or never."""
     kinds = {Kind.WEIGHTS, Kind.CONFIG}
     if model.is_multimodal_model:
         kinds |= {Kind.OTHER, Kind.TOKENIZER}
@@ -178,7 +178,7 @@ def read_state(folder: Path) -> FolderState:
 
 
 def read_place(file: Path) -> tuple[int, ...]:
-    """Where a file is, its size, and since when it has been there as it is. Raises OSError if it cannot be read."""
+    """A file's inode, its size, and since when it has been unchanged. Raises OSError if it cannot be read."""
     return _stat(file.stat())
 
 
@@ -197,7 +197,7 @@ def _in_modelscope_cache(name: str, revision: str | None, kinds: Collection[Kind
 
 
 def _in_hub_cache(name: str, revision: str | None, cache: str | None, kinds: Collection[Kind]) -> Weights | None:
-    """vLLM's loader keeps weights in `cache`, and what else it reads in the default one."""
+    """The version in a hub's cache. vLLM's loader keeps weights in `cache`, and other files in the default cache."""
     try:
         from huggingface_hub import constants
         from huggingface_hub.file_download import repo_folder_name
@@ -229,7 +229,7 @@ def _read_version(paths: list[Path], kinds: Collection[Kind], known: Collection[
     for file in _merge(_scan(path, kinds, _Trace()) for path in paths):
         hasher.update(f"{file.name}\0".encode("utf-8", "surrogateescape"))
         hasher.update(hash_file(file.path, file.state.st_size))
-    trace = _Trace()  # after the contents were read, or a change meanwhile would not be dated
+    trace = _Trace()  # made after the contents were read, so that a change meanwhile is dated
     trace.is_known = any(hasher.hexdigest().startswith(digest) for digest in known)
     files = _merge(_scan(path, kinds, trace) for path in paths)
     changed_ns = max([trace.changed_ns, *(file.changed_ns for file in files)])
@@ -245,7 +245,7 @@ def _merge(folders: Iterable[list[_File]]) -> list[_File]:
 
 
 def _scan(path: Path, kinds: Collection[Kind], trace: _Trace) -> list[_File]:
-    """The files of these kinds at a path. Notes in `trace` what leads to them."""
+    """The files of these kinds at a path. Notes in `trace` the links and folders that lead to them."""
     resolved = trace.follow(path)
     if resolved.is_file():
         state = resolved.stat()

@@ -1,6 +1,6 @@
 """The library for asyncio: the same calls, each in a thread, so that the event loop goes on meanwhile.
 
-Invariant: no call ends before its thread has: until then that reads or fills the caller's arrays. So a cancelled call
+Invariant: no call ends before its thread, which until then reads or fills the caller's arrays. So a cancelled call
 raises CancelledError once the server has answered it, and nothing stays placed.
 """
 
@@ -69,7 +69,6 @@ class Depot:
         )
 
     async def status(self) -> Status:
-        """As `kvdepot.Depot.status`."""
         return await _run(self._depot.status)
 
 
@@ -82,7 +81,7 @@ class Namespace(Generic[S_co, D_co]):
 
     @property
     def last(self) -> library.Reuse:
-        """As `kvdepot.Namespace.last`: of any task."""
+        """As `kvdepot.Namespace.last`; the call may be any task's."""
         return self._namespace.last
 
     async def put(self, tokens: Tokens, kv: Kv | Sequence[Kv]) -> int:
@@ -105,7 +104,6 @@ class Namespace(Generic[S_co, D_co]):
     async def get(self, tokens: Tokens) -> tuple[Array | list[Array] | None, int]: ...
 
     async def get(self, tokens: Tokens) -> tuple[Array | list[Array] | None, int]:
-        """As `kvdepot.Namespace.get`."""
         return await _run(self._namespace.get, tokens)
 
     async def get_into(self, tokens: Tokens, kv: Kv | Sequence[Kv]) -> int:
@@ -113,17 +111,13 @@ class Namespace(Generic[S_co, D_co]):
         return await _run(self._namespace.get_into, tokens, kv)
 
     async def contains(self, tokens: Tokens) -> int:
-        """As `kvdepot.Namespace.contains`."""
         return await _run(self._namespace.contains, tokens)
 
     async def delete(self, tokens: Tokens) -> int:
-        """As `kvdepot.Namespace.delete`."""
         return await _run(self._namespace.delete, tokens)
 
     async def lease(self, tokens: Tokens, retain_s: int, name: str = "") -> int:
-        """As `kvdepot.Namespace.lease`."""
         return await _run(self._namespace.lease, tokens, retain_s, name)
 
     async def release(self, tokens: Tokens, name: str = "") -> bool:
-        """As `kvdepot.Namespace.release`."""
         return await _run(self._namespace.release, tokens, name)

@@ -34,9 +34,10 @@ _START_S = 30.0
 def connect(url: str = "", key: str = "") -> Depot:
     """Connect to a depot; close it, or use it as a context manager.
 
-    url: a server's address; empty: that in `KVDEPOT_URL`, or else the server that this user's engines share, which is
-    started if it does not run; "embedded": a server of this process alone, which ends with it. key: as KVDEPOT_KEY, for
-    a server that requires one. Blocks until the server answers, 30 s at most. Raises Unavailable without one.
+    url: a server's address; empty: the address in `KVDEPOT_URL`, or else the server that this user's engines share,
+    which is started if it does not run; "embedded": a server of this process alone, which ends with it. key: path of a
+    key file, for a server that requires one; empty: KVDEPOT_KEY. Blocks until the server answers, 30 s at most. Raises
+    Unavailable without a server.
     """
     server: Shared | Embedded | None = None
     own = f"library-{os.getpid()}-{secrets.token_hex(4)}" if url == "embedded" else ""
@@ -69,7 +70,7 @@ class Depot:
         """link: closed with this."""
         self.url = url
         self._link = link
-        self._server: Embedded | None = None  # its own, which ends with it
+        self._server: Embedded | None = None  # its own server, which ends with this
 
     def __repr__(self) -> str:
         return f"<kvdepot.Depot {self.url}{' closed' if self._link.is_closed else ''}>"
@@ -85,11 +86,11 @@ class Depot:
     ) -> Namespace[Shapes, Dtype]:
         """The KV of one model. Two programs share it exactly if they give the same facts.
 
-        model: its name. revision: names its weights: a commit, or a digest of them. dtype: of the KV, as a name such as
-        "bfloat16", or as NumPy's or torch's type of this name: with one of torch, `get` gives tensors. shape: of its
-        layers' KV; several for layers of several kinds. adapter: names a LoRA adapter and its weights. chunk_tokens:
-        tokens per chunk; 0: chosen by the size of a token's KV. Raises BadRequest for missing or impossible facts. Does
-        not block.
+        model: its name. revision: a name for its weights, such as a commit or a digest. dtype: the KV's data type, by a
+        name such as "bfloat16" or as NumPy's or torch's type of that name; for torch's, `get` returns tensors. shape:
+        the shape of its layers' KV; several for layers of several kinds. adapter: a name for a LoRA adapter and its
+        weights. chunk_tokens: tokens per chunk; 0: chosen by the size of a token's KV. Raises BadRequest for missing or
+        impossible facts. Does not block.
         """
         shapes = tuple(shape) if isinstance(shape, list | tuple) else (shape,)
         facts = ModelFacts(model, revision, name_of(dtype), shapes, adapter, chunk_tokens, library=library_of(dtype))

@@ -53,10 +53,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CHUNK_BYTES = 2 << 20
-"""Bytes of a chunk whose size is ours to choose: copying it takes ten times as long as the server's work for it."""
+"""Bytes of a chunk if the library chooses its size: copying one takes ten times as long as the server's work for it."""
 _TOKENS = 16, 32, 64, 128, 256
 _STATE_TOKENS = 256
-"""Tokens per chunk where layers have states: each chunk has all of them."""
+"""Tokens per chunk where layers have states, as each chunk contains a whole state."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class ModelFacts:
     library: str = field(default="numpy", kw_only=True)
 
     def fit(self, least_tokens: int) -> ModelFacts:
-        """The same with a chunk size. least_tokens: that this server asks for. Raises BadRequest for facts that are
-        missing or impossible."""
+        """The same facts with a chunk size. least_tokens: the least tokens per chunk that the server takes.
+        Raises BadRequest for facts that are missing or impossible."""
         for name, others in (("model", "models"), ("revision", "weights")):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
@@ -133,7 +133,7 @@ class Namespace(Generic[S_co, D_co]):
         self._spec = facts.spec()
         self._instance = secrets.randbits(62)
         self._is_registered = False
-        self._registering = threading.Lock()  # a second registration would end what uses the first
+        self._registering = threading.Lock()  # a second registration would end operations under the first
         self._numbers = itertools.count()
 
     def __repr__(self) -> str:
@@ -144,9 +144,9 @@ class Namespace(Generic[S_co, D_co]):
     def put(self, tokens: Tokens, kv: Kv | Sequence[Kv]) -> int:
         """Store the KV of a token sequence. Returns the tokens that the depot then has from the start, in whole chunks.
 
-        tokens: a list of ids, or a one-dimensional array of integers. kv: of these tokens, from the first on, as the
-        namespace's shape describes it; with several shapes, a list of one each. A window's KV may be that of the last
-        tokens alone, from the start of the first chunk that has some of the window. A state is that after the last
+        tokens: a list of ids, or a one-dimensional array of integers. kv: the KV of these tokens, from the first on, as
+        the namespace's shape describes it; with several shapes, a list with the KV of each. A window may have only its
+        last tokens, from the start of the first chunk that has some of the window. A state is the state after the last
         token, which must end a chunk. Raises BadRequest.
         """
         chain = self._chain(tokens)
@@ -179,9 +179,9 @@ class Namespace(Generic[S_co, D_co]):
     def get(self, tokens: Tokens) -> tuple[Array | list[Array] | None, int]:
         """Load the KV of the longest stored prefix: its arrays, or None, and its number of tokens; 0 is a miss.
 
-        The arrays have the namespace's dtype: they are torch's if that was given as one of torch, and NumPy's
+        The arrays have the namespace's dtype: they are torch's if the dtype was given as torch's type, and NumPy's
         otherwise. NumPy has bfloat16 and float8 only if the package ml_dtypes is installed; else their bits come as
-        unsigned integers. A state is an array of uint8. Arrays are as for `put`; those of a window begin with the first
+        unsigned integers. A state is an array of uint8. Arrays are shaped as for `put`; a window's begin with the first
         chunk that is needed. Raises BadRequest for wrong tokens.
         """
         made: list[tuple[Array, int]] = []
@@ -197,11 +197,11 @@ class Namespace(Generic[S_co, D_co]):
         return (arrays[0] if len(arrays) == 1 else arrays), count * self.chunk_tokens
 
     def get_into(self, tokens: Tokens, kv: Kv | Sequence[Kv]) -> int:
-        """As `get`, into the caller's arrays: those of `put`, long enough for all whole chunks of `tokens`, none of
-        whose elements share memory.
+        """As `get`, into the caller's arrays. kv: arrays shaped as for `put`, long enough for all whole chunks of
+        `tokens`; no two elements may share memory.
 
-        Returns the tokens loaded, which lie at the arrays' start; what follows them may be overwritten. Raises
-        BadRequest, and then loads nothing.
+        Returns the number of tokens loaded, which lie at the arrays' start; elements behind them may be overwritten.
+        Raises BadRequest, and then loads nothing.
         """
         given = self._given(kv)
         most = len(self._chain(tokens)) * self.chunk_tokens
@@ -227,7 +227,7 @@ class Namespace(Generic[S_co, D_co]):
         return found
 
     def delete(self, tokens: Tokens) -> int:
-        """Remove the chunks of these tokens from memory and tiers, except those that other sequences begin with.
+        """Remove the chunks of these tokens from memory and tiers, except chunks with which other sequences begin, too.
 
         Returns the chunks removed from memory. Raises BadRequest for wrong tokens.
         """
@@ -235,10 +235,11 @@ class Namespace(Generic[S_co, D_co]):
         return self._call(lambda client: admin.drop(client, prompt)) if prompt else 0
 
     def lease(self, tokens: Tokens, retain_s: int, name: str = "") -> int:
-        """Keep the chunks of these tokens from eviction for `retain_s` seconds. Returns the tokens held so far;
-        chunks stored later are held, too. name: replaces an earlier lease of this name; empty: of its own.
+        """Keep the chunks of these tokens from eviction for `retain_s` seconds. Returns the tokens held so far; chunks
+        stored later are held, too. name: an earlier lease of this name is replaced; empty: a name that stands for these
+        tokens.
 
-        Raises BadRequest for wrong arguments, or what the server refuses.
+        Raises BadRequest for wrong arguments, or the server's error.
         """
         if not isinstance(retain_s, int) or isinstance(retain_s, bool) or not 0 < retain_s < 1 << 32:
             raise BadRequest(f"retain_s must be a whole number of seconds, not {retain_s!r:.40}")
@@ -287,7 +288,6 @@ class Namespace(Generic[S_co, D_co]):
         return chain
 
     def _given(self, kv: Kv | Sequence[Kv]) -> list[Kv]:
-        """The KV of each shape. Raises BadRequest."""
         if len(self.facts.shapes) == 1:
             return [cast("Kv", kv)]
         if not isinstance(kv, list | tuple) or len(kv) != len(self.facts.shapes):
@@ -295,7 +295,7 @@ class Namespace(Generic[S_co, D_co]):
         return list(cast("Sequence[Kv]", kv))
 
     def _first(self, group: int, count: int) -> int:
-        """The first of `count` chunks that a shape needs to resume after them."""
+        """The number of the first of `count` chunks that a shape needs to resume after them."""
         reach = self.facts.shapes[group].reach(self.chunk_tokens)
         return max(0, count - reach) if reach else 0
 
@@ -331,7 +331,7 @@ class Namespace(Generic[S_co, D_co]):
     # -- the server
 
     def _call(self, work: Callable[[Client], int]) -> int:
-        """The result of the server's work; 0 if there is no server, or none that answers in time."""
+        """The result of `work`; 0 without a server, or if the server does not answer in time."""
         with self._link.call() as client:
             try:
                 self._register(client)
@@ -365,7 +365,6 @@ class Namespace(Generic[S_co, D_co]):
         return name or f"library-{blake3(self._spec.model.encode() + chain.parent(len(chain))).hexdigest()[:32]}"
 
     def _shards(self, chain: ChunkChain, first: int, end: int, request: str) -> list[wire.Shards]:
-        """The chunks `[first, end)` of a sequence."""
         shape = self._spec.model, self._spec.world_size, self._spec.rank
         return [wire.Shards(request, *shape, chain.parent(first), first, chain.slice(first, end), blocks=1)]
 
@@ -378,7 +377,7 @@ class Namespace(Generic[S_co, D_co]):
         return answer(client, lookup, wire.Hit).chunks
 
     def _load(self, tokens: Tokens, make: Callable[[int], Sequence[tuple[Kv, int]]]) -> int:
-        """The number of chunks loaded. make: gives the arrays of each shape for this many chunks, and the number of the
+        """The number of chunks loaded. make: returns, for this many chunks, each shape's arrays and the number of the
         token with which they begin."""
         chain, found = self._chain(tokens), 0
 
@@ -405,8 +404,8 @@ class Namespace(Generic[S_co, D_co]):
         return loaded
 
     def _move(self, message: wire.Store | wire.Retrieve, first: int, moves: _Moves, kind: type[T]) -> T | None:
-        """The answer to a store or retrieve, whose chunks are copied here; None if it was lost, such as with its
-        server. first: number of its first chunk."""
+        """The answer to a store or retrieve, whose chunks are copied here; None: the answer was lost, for example with
+        its server. first: number of its first chunk."""
         is_store = isinstance(message, wire.Store)
 
         def copy(view: ArenaView, placement: wire.Placement) -> None:
@@ -438,7 +437,7 @@ class _TokenMoves:
     """The caller's arrays of attention layers, and the bytes of chunks that belong to them. size: bytes of a chunk."""
 
     def __init__(self, arrays: list[Plain], shape: Shape, chunk_tokens: int, first_token: int) -> None:
-        """arrays: as `layers_of` gives them, from token `first_token` of the sequence on."""
+        """arrays: the arrays that `layers_of` returns, from token `first_token` of the sequence on."""
         self.size = shape.values * chunk_tokens * arrays[0].itemsize
         self._arrays = arrays
         self._shape = shape.sized(chunk_tokens)

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     Array: TypeAlias = np.ndarray | torch.Tensor
     Kv: TypeAlias = Array | Sequence[Array] | Sequence[tuple[Array, Array]]
-    """One array of all layers, or a list with the keys and the values of each layer, or with the one array of each."""
+    """One array of all layers, a list with one array of each layer, or a list with the keys and values of each
+    layer."""
     Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
     NumPyType: TypeAlias = str | np.dtype[np.generic] | type[np.generic]
 
@@ -49,9 +50,9 @@ class Layers:
 class Shape(Layers):
     """Layers of attention with equally shaped KV.
 
-    parts: 2 for keys and values, 1 where a layer keeps one tensor (MLA). order: "tokens" for arrays of
-    `[layers, parts, tokens, heads, head_dim]`, "heads" for `[layers, parts, heads, tokens, head_dim]`. window: tokens
-    before a position that these layers attend to there; 0: all.
+    parts: 2 for keys and values, 1 where a layer keeps one tensor (MLA). order: "tokens" for arrays of `[layers, parts,
+    tokens, heads, head_dim]`, "heads" for `[layers, parts, heads, tokens, head_dim]`. window: number of tokens before a
+    position that these layers attend to there; 0: all.
     """
 
     layers: int
@@ -73,7 +74,6 @@ class Shape(Layers):
 
     @property
     def values(self) -> int:
-        """Number of values of a token."""
         return self.layers * self.parts * self.heads * self.head_dim
 
     @property
@@ -81,7 +81,6 @@ class Shape(Layers):
         return 2 if self.order == "tokens" else 3
 
     def sized(self, tokens: int) -> tuple[int, ...]:
-        """The shape of the array of this many tokens."""
         inner = (tokens, self.heads) if self.order == "tokens" else (self.heads, tokens)
         return (self.layers, self.parts, *inner, self.head_dim)
 
@@ -129,7 +128,7 @@ def name_of(dtype: object) -> str:
 
 @cache
 def _numpy_type(name: str) -> np.dtype[np.generic]:
-    """NumPy's type of this name, or that of ml_dtypes, if it is installed; else unsigned integers as wide."""
+    """NumPy's or, if installed, ml_dtypes' type of this name; else unsigned integers of the same width."""
     found: type | None = getattr(np, name, None)
     with suppress(ImportError):
         found = found or getattr(import_module("ml_dtypes"), name, None)
@@ -218,7 +217,7 @@ def state_bytes(kv: Kv, size: int) -> npt.NDArray[np.uint8]:
 
 def refuse_overlaps(arrays: Sequence[Plain]) -> None:
     """Raise BadRequest if elements of arrays that are to be filled share memory, in one of them or between two. An
-    array of odd strides that may overlap with itself counts as one that does."""
+    array whose strides leave it open counts as one that shares memory."""
     spans = []
     for each in arrays:
         first = each.__array_interface__["data"][0]

@@ -37,7 +37,7 @@ sparing_log = Sparing(log)
 _STEP = 16 << 20
 _LOCK_WAIT_S = 0.3
 _USE_WAIT_S = 10.0
-"""The time for which a successor waits for uses that it cannot leave alone."""
+"""A successor waits this long for uses of the arena's old contents that may not go on while it serves."""
 
 
 class Arena:
@@ -133,12 +133,11 @@ class Arena:
         return header
 
     def _find_uses(self, found: ArenaHeader) -> bool:
-        """Note what clients of the previous server use; whether their uses may go on while we serve."""
+        """Note the ranges that clients of the previous server use. Returns whether they may be used while we serve."""
         self.in_use = locks.uses(self._fd, found.chunks_start, self.whole)
         return all(start + size <= self.size for start, size in self.in_use)
 
     def is_used(self, extents: Extents) -> bool:
-        """Whether a client uses any of this memory."""
         return any(locks.uses(self._fd, start, start + size) for start, size in extents)
 
     def _map_whole(self) -> mmap.mmap:
@@ -219,14 +218,14 @@ class Arena:
         if remove:
             self.remove()
             with contextlib.suppress(OSError):
-                os.pwrite(self._fd, self.header._replace(boot=bytes(8)).pack(), 0)  # no use begins from here on
+                os.pwrite(self._fd, self.header._replace(boot=bytes(8)).pack(), 0)  # no use begins any more
                 if not locks.uses(self._fd, 0, self.size):  # engines that have mapped it would keep its memory
                     shm.free(self._fd, self.size)
         os.close(self._fd)
         self._fd = -1
 
     def note_withdrawals(self, number: int) -> None:
-        """Tell engines that chunks which they have found may not be used any more."""
+        """Tell engines, by a counter in the header, that chunks which they have found may not be used any more."""
         os.pwrite(self._fd, number.to_bytes(8, "little"), WITHDRAWALS_OFFSET)
 
     def remove(self) -> None:
@@ -236,7 +235,7 @@ class Arena:
 
 
 def _becomes(test: Callable[[], bool], timeout_s: float) -> bool:
-    """Call `test` until it is true; whether that was in time. Blocks."""
+    """Call `test` until it is true. Returns whether that was within `timeout_s`. Blocks."""
     deadline = time.monotonic() + timeout_s
     while not (is_true := test()) and time.monotonic() < deadline:
         time.sleep(0.01)

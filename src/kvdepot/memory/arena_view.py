@@ -28,7 +28,7 @@ from kvdepot.memory import shm
 from kvdepot.memory.arena_header import MAGIC, WITHDRAWALS_OFFSET, ArenaHeader
 
 _MOST_RANGES = 256
-"""Ranges of one use; of more, all that lies between them is used."""
+"""The most ranges of one use; if there are more, the use covers all bytes from the first to the last."""
 
 _views: weakref.WeakSet[ArenaView] = weakref.WeakSet()
 
@@ -60,7 +60,7 @@ class ArenaView:
         self._chunks = header.chunks_start
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         shm.advise_huge(self.bytes.ctypes.data, len(self.bytes))
-        self._close = weakref.finalize(self, os.close, self._fd)  # the mapping goes with its last array
+        self._close = weakref.finalize(self, os.close, self._fd)  # the mapping lives as long as its last array
         self._close.atexit = False  # a thread may copy until the process has ended
         _views.add(self)
         self._uses: set[int] = set()  # descriptors of uses in progress
@@ -84,7 +84,7 @@ class ArenaView:
 
     @contextlib.contextmanager
     def use(self, extents: Iterable[tuple[int, int]]) -> Iterator[npt.NDArray[np.uint8]]:
-        """Copy to or from these extents (offset and size in bytes) within: the arena's bytes. Does not block.
+        """Mark these extents (offset and size in bytes) as used within, and yield the arena's bytes. Does not block.
 
         Raises ProtocolError for extents outside the arena's chunks, and Unavailable if the server has been replaced, or
         where the kernel has no locks of open files.

@@ -72,7 +72,7 @@ class WriterRecord(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False
 class ShardRecord(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
     """One sealed shard.
 
-    parent, position: as in core/index/chunk.py (empty, 0: loose). extents: as in memory/allocator.py.
+    parent, position: see core/index/chunk.py (empty and 0: a chunk without a chain). extents: see memory/allocator.py.
     size: bytes of KV in the extents. serial: running number of the seal. checksum: of the KV; 0 = none was computed.
     salt, born: as in core/index/chunk.py. writer: number of the record of its writer; 0: none is known.
     """

@@ -25,7 +25,7 @@ _UNLIMITED = 1 << 60
 
 
 class Limit(NamedTuple):
-    """One bound of the memory that this process may take. most, free: bytes in all, and bytes that are left of them."""
+    """One bound of the memory that this process may take. most: bytes in all. free: bytes that are left."""
 
     what: str
     most: int
@@ -44,7 +44,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def allocated(folder: Path, name: str) -> int:
-    """Bytes that a file takes; 0 if there is none."""
+    """Bytes of memory that a file takes; 0 if there is no such file."""
     try:
         return (folder / name).stat().st_blocks * 512
     except OSError:
@@ -52,8 +52,8 @@ def allocated(folder: Path, name: str) -> int:
 
 
 def default_arena(bounds: Iterable[Limit], taken: int) -> int:
-    """Size of an arena that nobody gave: a quarter of what is free of the memory that has least, and no more of
-    /dev/shm than leaves `ENGINE_SHM`. taken: bytes that the arena already has, which count as free."""
+    """The default size of an arena, in bytes: a quarter of the free memory of the tightest bound, and so little of
+    /dev/shm that `ENGINE_SHM` is left. taken: bytes that the arena already has, which count as free."""
     shares = [sys.maxsize]
     for bound in bounds:
         room = bound.free + taken
@@ -89,7 +89,7 @@ def _groups(root: Path) -> Iterator[Limit]:
     names: tuple[str, ...]
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        paths.update(dict.fromkeys(controllers.split(","), path))  # of version 2, the list is empty
+        paths.update(dict.fromkeys(controllers.split(","), path))  # the list of controllers is empty for version 2
     for line in _read(root / "proc/self/mountinfo").splitlines():
         mounted, _, about = line.partition(" - ")
         kind, *_, options = about.split()

@@ -1,8 +1,9 @@
 """Files in the folder that server and clients share, in memory: the arena, and the clients' liveness files.
 
-The owner of a file locks it as long as it lives (locks.py). A forked child inherits neither: a liveness file is held
-open by its mapping alone, which a fork does not inherit (MADV_DONTFORK), and a server's descriptors are closed in the
-processes that Python starts. Files are named on the wire, never their folder: each container may mount it elsewhere.
+The owner of a file locks it as long as it lives (locks.py). A forked child inherits no such lock: a liveness file is
+held open by its mapping alone, which a fork does not inherit (MADV_DONTFORK), and a server's descriptors are closed in
+the processes that Python starts. Files are named on the wire, never their folder: each container may mount it
+elsewhere.
 
 A **liveness file** is a client's page of shared memory:
 
@@ -162,7 +163,7 @@ class LivenessFile:
         self.name = f"{_LIVENESS}{os.urandom(8).hex()}"
         self.secret = os.urandom(_SECRET_BYTES)
         self._path = folder / self.name
-        hidden = folder / f".{self.name}"  # until it is locked, so that no sweep takes it for stale
+        hidden = folder / f".{self.name}"  # hidden until it is locked, so that no sweep takes it for stale
         fd = -1
         try:
             fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -171,7 +172,7 @@ class LivenessFile:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._address = _map_page(fd)
             self._unmap = weakref.finalize(self, _unmap, self._address, self._owner)
-            self._unmap.atexit = False  # `_leave` may run after it
+            self._unmap.atexit = False  # because `_leave` may run afterwards
             do_not_fork(self._address, mmap.PAGESIZE)
             hidden.rename(self._path)
         except OSError as exc:
@@ -266,7 +267,7 @@ class LivenessView:
         return os.pread(self._fd, 1, _LEFT) == b"\1"
 
     def close(self, remove: bool) -> None:
-        """Close it; remove: also remove the file, for a dead client. May be called twice."""
+        """Close the file. remove: whether to remove it, too, for a dead client. May be called twice."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 if remove:
@@ -291,5 +292,4 @@ def sweep_liveness_files(folder: Path) -> None:
 
 
 def liveness_files(folder: Path) -> int:
-    """The number of clients' liveness files in a folder."""
     return sum(1 for _ in folder.glob(f"{_LIVENESS}*"))

@@ -2,8 +2,8 @@
 
 A tier keeps objects: bytes under a name. It knows nothing about chunks, engines or the arena: format.py defines what
 names and bytes mean, core/tiering/ decides which tier is asked for what, and worker.py calls the methods on the tier's
-own threads. So they may block; deadlines, the circuit breaker and the bounded queue are the callers'. Every tier must
-pass the suite in kvdepot.testing.tiers.
+own threads. So the methods may block; their callers have the deadlines, the circuit breaker and a bounded queue. Every
+tier must pass the suite in kvdepot.testing.tiers.
 
 A tier is written as a URL (`parse`): `disk:///var/cache/kv?capacity_gib=100&write=through`.
 """
@@ -60,11 +60,11 @@ OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 class Blob:
     """One object to read or write: its name, and its bytes as a sequence of buffers.
 
-    name: `salt/space/key.rank`, as matched by NAME; kvdepot uses no other names.
-    buffers: contiguous, of bytes, at any address, none empty, possibly thousands. For a write: the bytes to store,
-    concatenated (may be read-only). For a read: the destination, filled in order; large enough for the object unless
-    the object does not match its name, and possibly larger. An object has at least one byte.
-    born: for a write, when the bytes were computed, in seconds since 1970; 0: not known, and as good as now.
+    name: `salt/space/key.rank`, as matched by NAME; kvdepot uses no other names. buffers: contiguous, of bytes, at any
+    address, none empty, possibly thousands. For a write: the bytes to store, concatenated (may be read-only). For a
+    read: the destination, filled in order; large enough for the object unless the object does not match its name, and
+    possibly larger. An object has at least one byte. born: for a write, when the bytes were computed, in seconds since
+    1970; 0: not known, which counts as now.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Blob:
 
 
 class TierUsage(msgspec.Struct, frozen=True):
-    """The contents of a tier; None for values that it cannot determine quickly."""
+    """The contents of a tier; None for values that the tier cannot determine quickly."""
 
     objects: int | None = None
     bytes: int | None = None
@@ -85,7 +85,7 @@ class TierUsage(msgspec.Struct, frozen=True):
     counters: dict[str, int] = {}
     """Counters since the start, e.g. `evicted`, `expired`."""
     owners: dict[str, int] = {}
-    """Bytes of each quota (by `rules.owner_prefix`), if the tier enforces quotas."""
+    """Bytes that count for each quota (by `rules.owner_prefix`), if the tier enforces quotas."""
     free_bytes: int | None = None
     """Bytes that are left in a file system that the tier shares with others."""
 
@@ -156,7 +156,7 @@ class Tier(Protocol):
         """
 
     def usage(self) -> TierUsage:
-        """Count its objects. Cheap: it also serves as the probe of a failed tier (raises TierError)."""
+        """Count the tier's objects. Cheap, as it also serves as the probe of a failed tier. Raises TierError."""
 
     def close(self) -> None:
         """Release connections, threads and files; objects stay. May be called twice.
@@ -172,8 +172,8 @@ class Enforcing(Tier, Protocol):
     def enforce(self, rules: Rules, wall: float) -> bool:
         """Follow these rules from now on, and remove what has expired at `wall` (seconds since 1970) or exceeds a cap.
 
-        It removes a bounded number of objects; returns whether to call it again at once. A write takes no object from
-        an owner that has no more than its floor. An owner above its cap loses an object of its own to each write.
+        One call removes a bounded number of objects; returns whether to call again at once. A write takes no object
+        from an owner that has no more than its floor. An owner above its cap loses an object of its own to each write.
         """
 
 
@@ -203,7 +203,7 @@ class TierConfig(msgspec.Struct, frozen=True):
 
     kind: str
     url: str
-    """Without any option."""
+    """The URL without options."""
     options: Options
     own: dict[str, str]
     """Options of this kind of tier alone."""
@@ -294,5 +294,5 @@ def _unknown(options: Sequence[str], kind: type[msgspec.Struct]) -> str:
     option = options[0]
     meant = suggestion(option, (*kind.__struct_fields__, *Options.__struct_fields__))
     if not meant and not re.fullmatch("[a-z_]{1,20}", option):
-        return "an unknown option"  # not shown: it may be the rest of a password with a ? in it
+        return "an unknown option"  # its name is not shown, as it may be the rest of a password with a ? in it
     return f"unknown option {option} (did you mean {meant}?)" if meant else f"unknown option {option}"

@@ -24,7 +24,7 @@ class Breaker:
     __slots__ = ("error", "failures", "last_success", "retry_at", "usable", "wait_s")
 
     def __init__(self) -> None:
-        self.error = ""  # of the last failure
+        self.error = ""  # the text of the last failure
         self.last_success = -_NEVER
         self._close()
 
@@ -39,18 +39,18 @@ class Breaker:
         return self.failures >= FAILURES
 
     def succeeded(self, now: float) -> bool:
-        """A call succeeded; whether calls failed before."""
+        """A call succeeded. Returns whether calls failed before."""
         was_failing = self.is_failing
         self._close()
         self.last_success = now
         return was_failing
 
     def failed(self, now: float, why: str, is_probe: bool = False) -> bool:
-        """A call failed or timed out; whether that is the failure which opens the breaker after a success."""
+        """A call failed or timed out. Returns whether this failure opens the breaker after a success."""
         if not self.usable and now < self.retry_at:
-            return False  # called before it opened
+            return False  # the call began before the breaker opened
         if is_probe and self.last_success == -_NEVER:
-            self.failures = max(self.failures, FAILURES - 1)  # it was never there
+            self.failures = max(self.failures, FAILURES - 1)  # the tier has never answered
         self.failures += 1
         self.error = why
         if not self.is_failing:
@@ -67,7 +67,7 @@ class Breaker:
         self.failures = min(self.failures, FAILURES - 1)
 
     def tick(self, now: float) -> None:
-        """Let calls be made again if the pause is over. If none fails for FORGET_S, they count as failing no more."""
+        """Let calls be made again if the pause is over. If none fails for FORGET_S, earlier failures are forgotten."""
         self.usable = self.usable or now >= self.retry_at
         if self.is_failing and now >= self.retry_at + FORGET_S:
             self.forgive()

@@ -5,14 +5,15 @@ without the GIL. Invariant: bytes from a tier are not trusted. Whatever they say
 memory is allocated than the object's own size and a few blocks.
 
 To compress KV, it is cut into blocks, and each block into planes (byte shuffle: the first bytes of all elements, the
-second bytes, and so on). Each plane is stored as a zstd frame, or as it is if that is no longer. The exponents of bf16
-shrink to a third that way, its mantissas not at all. After the header follow
+second bytes, and so on). Each plane is stored as a zstd frame, or uncompressed if the frame would be longer. The
+exponents of bf16 shrink to a third that way, its mantissas not at all. After the header follow
 
     offset 0             uint32[blocks, width]   bytes of each plane
     offset 4 * count     the planes, block by block
 
-Encrypted, all that is AES-256-GCM, with a tag of 16 bytes at the end. The header (`Header.bound`) is authenticated with
-it: no writer without the key can pass one object's bytes off as another's, or an older layout's as a newer one's.
+An encrypted object has all these bytes encrypted by AES-256-GCM, with a tag of 16 bytes at the end. The header
+(`Header.bound`) is authenticated with it: no writer without the key can pass one object's bytes off as another's, or an
+older layout's as a newer one's.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ KEY_BYTES = 32
 _TAG_BYTES = 16
 _NONCE_BYTES = 12
 _WIDTHS = (2, 4)
-"""Bytes of an element. A layout does not say; the one that shrinks the first block most is used. Elements of one byte
-shrink as well in two planes as in one, so 1 is for odd sizes alone."""
+"""Bytes of an element. A layout does not say them, so the width that shrinks the first block most is used. Elements of
+one byte shrink as well in two planes as in one, so 1 is only for odd sizes."""
 _LEAST_GAIN = 32
 """Compressed bytes are used if they save at least 1/32 of the size."""
 
@@ -68,7 +69,7 @@ class Codec:
     """Writes with the coding of its options; reads all codings for which it has the key and the library."""
 
     slack = _TAG_BYTES
-    """An object is never longer than its header, its KV, and this; a read must have that much memory."""
+    """An object has at most this many bytes beyond its header and its KV; a read needs memory for them."""
 
     def __init__(self, compress: bool = False, key: bytes | None = None) -> None:
         """key: 32 bytes. Raises ConfigError if a library is missing."""
@@ -76,7 +77,7 @@ class Codec:
         self._key = key
         self.has_logged = False
         """Whether an unreadable object has been logged. Used by the tier worker."""
-        self._coding = 0  # encrypted objects have these bits; it decrypts no others
+        self._coding = 0  # the bits of encrypted objects; no others are decrypted
         if compress and not _can_import("zstandard"):
             raise ConfigError(f"compress=zstd needs zstandard; {install.advice('compress')}")
         if key is not None:
@@ -119,7 +120,7 @@ class Codec:
         return ""
 
     def decode(self, header: Header, stored: Sequence[memoryview], out: Sequence[memoryview]) -> bool:
-        """Undo `encode` into `out`; whether the bytes match the header. Blocks.
+        """Undo `encode` into `out`. Returns whether the bytes match the header. Blocks.
 
         stored: the bytes after the header, in pieces; there may be more than `header.stored`, and they may lie in
         `out`. After False, the contents of `out` are undefined. The KV's checksum is not compared.
@@ -171,8 +172,8 @@ def _width(header: Header) -> int:
 
 
 def fill(buffers: Sequence[memoryview], parts: Iterable[bytes | memoryview]) -> int:
-    """Copy `parts` one after the other into `buffers`, as far as they suffice; bytes of all parts. numpy releases the
-    GIL."""
+    """Copy `parts` one after the other into `buffers`, as far as these suffice. Returns the bytes of all parts. numpy
+    releases the GIL."""
     total = 0
     rest: list[memoryview | Bytes] = [buffer for buffer in reversed(buffers) if len(buffer)]
     for part in parts:
@@ -220,7 +221,7 @@ def _compressor() -> zstandard.ZstdCompressor:
 
 
 def _compress(parts: Sequence[memoryview], size: int) -> tuple[int, Bytes] | None:
-    """Width of the elements, and the bytes to store; None if they do not shrink."""
+    """The width of the elements, and the compressed bytes; None if compression saves too little."""
     zstd = _compressor()
     width = 0
     most = size - size // _LEAST_GAIN
@@ -254,7 +255,7 @@ def _shrink(zstd: zstandard.ZstdCompressor, block: Bytes, width: int) -> list[By
 
 
 def _expand(body: Bytes, width: int, size: int, out: Sequence[memoryview]) -> bool:
-    """Undo `_compress`; whether `body` decodes to `size` bytes."""
+    """Undo `_compress` into `out`. Returns whether `body` decodes to `size` bytes."""
     import zstandard
 
     table_bytes = -(-size // BLOCK_BYTES) * width * 4

@@ -1,6 +1,6 @@
 """Names and headers of a tier's objects. Pure; used by worker.py and core/tiering/.
 
-Invariant: an object's bytes are used only if its header matches everything that the name stands for, and the checksum
+Invariant: an object's bytes are used only if its header matches all facts that the name stands for, and the checksum
 matches. An object is a header of HEADER_BYTES and then one shard's KV, as in the arena or coded by codec.py:
 
     offset  0, 8 bytes    magic
@@ -90,7 +90,7 @@ class Header(msgspec.Struct, frozen=True):
     nonce: bytes = bytes(12)
     stamp: bytes = NO_STAMP
     writer: str = ""
-    """The writer whose stamp it is, once the tier has been asked; not in the bytes."""
+    """The writer whose stamp the header has, once the tier was asked; not in the header's bytes."""
 
     def pack(self, facts: ShardFacts) -> bytes:
         text = _encode(facts)[:_TEXT_BYTES]
@@ -109,7 +109,7 @@ class Header(msgspec.Struct, frozen=True):
         )  # fmt: skip
 
     def names(self, facts: ShardFacts, salt: bytes, key: bytes, size: int) -> bool:
-        """Whether this is the header of this very shard: it has in full what a name has in part."""
+        """Whether this is the header of this shard: the header has in full the facts that a name abbreviates."""
         return (self.facts, self.salt, self.key, self.size) == (facts.digest, salt, key, size)
 
     @classmethod

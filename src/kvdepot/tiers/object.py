@@ -58,10 +58,10 @@ _FULL = re.compile("status code: 507|QuotaExceeded|StorageFull|No space left on 
 
 _HOST = re.compile(r"[A-Za-z0-9._\-]+|[0-9a-f:.]*:[0-9a-f:.]*")
 _WORD = re.compile(r"[A-Za-z0-9._\-]+")
-"""The form of names of buckets, containers and regions."""
+"""The form of names of buckets, containers and regions, to be matched in full."""
 
 _user = 0
-"""The process that has opened tiers."""
+"""The id of the process that has opened tiers; 0: none has."""
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -177,7 +177,7 @@ class ObjectTier:
         return self._each(self._get, blobs)
 
     def write(self, blobs: Sequence[Blob]) -> list[bool]:
-        """A PUT each, concurrently. False: too large, or the store says that it is full."""
+        """One PUT for each object, concurrently. False: too large, or the store says that it is full."""
         kept = self._each(self._put, blobs)
         self._tally("refused", kept.count(False))
         return kept
@@ -190,11 +190,11 @@ class ObjectTier:
         if isinstance(self._store, S3Store):
             for start in range(0, len(names), DELETE_NAMES):
                 delete(names[start : start + DELETE_NAMES])
-        else:  # these have no batches, or fail at the first missing name
+        else:  # these stores have no batches, or fail at the first missing name
             self._each(delete, names)
 
     def forget(self, salt: str, space: str) -> int:
-        """Lists the folders of the first two parts, then the objects of those that match."""
+        """List the folders of the first two parts of names, then the objects in folders that match."""
         gone = 0
         for folder in [folder for first in self._folders("", salt) for folder in self._folders(first, space)]:
             with self._edge():
@@ -265,7 +265,7 @@ class ObjectTier:
             try:
                 return ask(item)
             except TierError:
-                failed.set()  # before this thread takes the next item, which would take as long to fail
+                failed.set()  # set before this thread takes the next item, which would take as long to fail
                 raise
 
         with ThreadPoolExecutor(min(self._options.requests, len(items))) as threads:
@@ -293,7 +293,7 @@ class ObjectTier:
 
 
 def _told(exc: BaseException) -> str:
-    """The first line of an error of obstore, with the one word of the rest that gives the reason."""
+    """The first line of an error of obstore, with the one word of the other lines that gives the reason."""
     text = str(exc)
     why = re.search(r'<Code>(\w+)</Code>|message: "([^"]*)"|source: (TimedOut)', text)
     said = text.partition("\n")[0].partition("<?xml")[0].strip()

@@ -1,5 +1,5 @@
-"""Rules of a local tier: quotas and times to live, by names of objects. Pure. The core makes them, a worker hands them
-to its tier (`Enforcing.enforce`).
+"""Rules of a local tier: quotas and times to live, by names of objects. Pure. The core makes rules, and a worker hands
+them to its tier (`Enforcing.enforce`).
 
 Each tenant with a quota owns objects, and so does each cache salt with a quota; their owners are the beginnings of
 their names' parts (`owner_prefix`).
@@ -19,13 +19,13 @@ class Rules(msgspec.Struct, frozen=True):
     quotas: dict[str, Quota] = {}
     """Quotas by `owner_prefix`."""
     salts: dict[str, int] = {}
-    """Seconds, by the first part of names."""
+    """Times to live in seconds, by the first part of objects' names."""
     ttl_s: int = 0
-    """Seconds of all objects; 0: no limit."""
+    """Time to live of all objects in seconds; 0: no limit."""
 
     @classmethod
     def of(cls, quotas: Mapping[tuple[str, bytes], Quota], salts: Mapping[bytes, int], ttl_s: int) -> Rules:
-        """quotas: by tenant and salt (as in `ShardFacts.name`; empty: the tenant's). salts: times to live, by salt."""
+        """quotas: by tenant and salt (see `ShardFacts.name`; empty: the tenant's). salts: seconds to live, by salt."""
         return cls(
             {owner_prefix(tenant, salt): quota for (tenant, salt), quota in quotas.items()},
             {salt.hex(): limit_s for salt, limit_s in salts.items()},
@@ -55,7 +55,7 @@ NO_RULES = Rules()
 
 
 def owner_of(name: str) -> str:
-    """The owner of an object, as exactly as a quota may say: its name up to the tenant's part."""
+    """The smallest owner of an object that may have a quota: the object's name up to the tenant's part."""
     return name[:41]
 
 
@@ -64,5 +64,5 @@ def tenant_of(owner: str) -> str:
 
 
 def owner_prefix(tenant: str, salt: bytes) -> str:
-    """The owner with a quota: a tenant, or one of its cache salts. salt: as in `ShardFacts.name`; empty: the tenant."""
+    """The owner for a quota of a tenant, or of its cache salt. salt: see `ShardFacts.name`; empty: the tenant."""
     return f"{salt.hex()}/{tenant_prefix(tenant)}" if salt else tenant_prefix(tenant)

@@ -1,14 +1,14 @@
-"""Stamps: what lets a tier forget at once all that one writer has stored, wherever and however much it is.
+"""Stamps, by which a tier forgets at once all objects of one writer, wherever they are and however many.
 
 A server that saves for a writer (wire.Register) of a model draws a stamp every `PERIOD_S` and puts it into the tier, as
-an object with the writer's name. The headers of what it saves have the stamp, and an object is used only while the tier
-has that stamp. To forget the writer, its stamps are removed: what was saved with them is refused when it is read, by
-every server and after every restart, and removed then.
+an object with the writer's name. The headers of the objects that it saves have the stamp, and an object is used only
+while the tier has that stamp. To forget the writer, its stamps are removed: every server, also after a restart, refuses
+objects with these stamps when it reads them, and removes them then.
 
-A list of forgotten writers would be worse: a store that drops the list would serve what was forgotten, whereas a store
-that drops a stamp, by eviction or age, loses the hits of one period. Nor do clocks of hosts say what was saved first. A
-server looks at a stamp again after `FRESH_S`. For as long, it may use what another server has had a shared tier
-forget, and what the other server saves for that writer in the same period is refused.
+A list of forgotten writers would be worse: a store that drops the list would serve forgotten objects, whereas a store
+that drops a stamp, by eviction or age, loses the hits of one period. Nor do the clocks of hosts tell which object was
+saved first. A server looks at a stamp again after `FRESH_S`. Until then, it may use objects that another server has
+made a shared tier forget, and objects that the other server saves for that writer in the same period are refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DIGEST_BYTES = STAMP_BYTES // 2
 _KV_BYTES = 4 * MAX_CLIENT_NAME
 """Bytes of a stamp's object: the writer's name, with zeros behind it."""
 _MOST = 4096
-"""Stamps that are remembered, of each kind."""
+"""The most facts that are remembered of each kind."""
 
 
 _T = TypeVar("_T")
@@ -53,8 +53,8 @@ class Stamps:
         self._lock = threading.Lock()
         self._drawn: _Known[bytes] = OrderedDict()  # the writer's latest stamp, by space
         self._seen: _Known[str] = OrderedDict()  # writers of stamps that the tier has, by name
-        self._removing: dict[str, None] = {}  # spaces, until that has succeeded
-        self._removals = 0  # that have begun or ended
+        self._removing: dict[str, None] = {}  # spaces whose removal has not succeeded yet
+        self._removals = 0  # removals that have begun or ended
 
     def for_save(self, tier: Tier, facts: ShardFacts, writer: str, wall: float) -> bytes | None:
         """The stamp, which the tier has, for a shard with these facts that a writer saves at `wall`; None if the tier
@@ -90,7 +90,8 @@ class Stamps:
         return writer
 
     def remove(self, tier: Tier, spaces: Sequence[str]) -> None:
-        """Forget what writers have saved (`space_of`). What fails is tried again before any of it is used."""
+        """Forget objects of writers, by the spaces of their stamps (`space_of`). A removal that fails is tried again
+        before any of these objects is used."""
         with self._lock:
             self._removals += 1
             for space in spaces:
@@ -123,7 +124,7 @@ class Stamps:
                     known.popitem(last=False)
 
     def _read(self, tier: Tier, own: ShardFacts, stamp: bytes) -> str | None:
-        """The writer, if the tier has its stamp."""
+        """The writer whose stamp this is, if the tier has the stamp."""
         head, kv, rest = bytearray(HEADER_BYTES), bytearray(_KV_BYTES), bytearray(self._codec.slack)
         blob = Blob(own.name(NO_SALT, stamp), [memoryview(head), memoryview(kv), memoryview(rest)])
         (size,) = tier.read([blob])
@@ -150,7 +151,7 @@ def space_of(tenant: str, model: str, writer: str) -> str:
 
 
 def _facts_of(tenant: str, model: str, digest: bytes) -> ShardFacts:
-    """The facts of a writer's stamps, which go when all of the model is forgotten."""
+    """The facts of a writer's stamps, by which they are removed when the whole model is forgotten."""
     return ShardFacts(tenant, model, 0, 0, 0, 0, digest)
 
 

@@ -1,8 +1,9 @@
 """Tier URLs for people: credentials and other secrets are replaced by `***`.
 
-Our own messages have no secret to remove: each URL in them is made by `shown`, however malformed it is. `redact` is for
-the text of libraries and servers, once, where it enters a message: replacing a short password in a whole message would
-garble the URL in it, and show the password by the gap. Invariant: whatever may be part of a password is treated as one.
+Our own messages have no secret to remove: each URL in them is made by `shown`, however malformed it is. `redact` is
+applied once to the text of libraries and servers, where it enters a message. To replace a short password in a whole
+message would garble the URL in it, and show the password by the gap. Invariant: text that may be part of a password is
+treated as a password.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _HOST = r"(\[[0-9A-Fa-f:.%]*\]|[\w.\-]+)(:\d{0,5})?"
 _PLACE = re.compile(rf"{_HOST}(,{_HOST})*(/[^?#@\s]*)?")
 """Hosts with ports, and a path, without credentials: a port that is not a number may be a password without `@host`."""
 _PLACE_AFTER = re.compile(r"[\w.,:%\[\]\-]*(/[^?#&=@\s]*)?")
-"""The same after credentials, however malformed."""
+"""Hosts and a path after credentials, however malformed these are."""
 _NAME = re.compile(r"[A-Za-z_]{1,32}")
 """Text that may be the name of an option rather than a part of a password."""
 _WORD = re.compile(r"[\w./+\-]*")
@@ -51,8 +52,8 @@ def credentials_of(url: str) -> tuple[str, str, str]:
 
 
 def secrets_of(url: str) -> list[str]:
-    """The credentials in this URL and in those of its options: text that a library or a server may quote. Options that
-    no tier has are no part of it: nobody is given their values."""
+    """The credentials in this URL and in those of its options: text that a library or a server may quote. Values of
+    options that no tier has are left out, as they are passed to nobody."""
     place, _, query = url.partition("?")
     if place.partition("://")[0] in _PATHS:
         place = ""
@@ -65,7 +66,7 @@ def secrets_of(url: str) -> list[str]:
 
 
 def has_ambiguous_secret(url: str) -> bool:
-    """Whether a password may contain a character that ends it: then it is unclear where the host begins."""
+    """Whether a password may contain a character that ends passwords, so that it is unclear where the host begins."""
     return "@" in url.partition("?")[2] or re.search(r"[\s\x00-\x1f#]", url) is not None
 
 
@@ -76,7 +77,7 @@ def has_place(url: str) -> bool:
 
 
 def redact(text: str, secrets: Collection[str] = ()) -> str:
-    """Text of a library or a server without these secrets, in any quoting, and without those of URLs in it."""
+    """Text of a library or a server without these secrets, in any quoting, and without those of URLs in the text."""
     plains = {*secrets, *map(unquote, secrets)}
     forms = {form for p in plains for form in (p, quote(p), quote(p, safe=""), repr(p)[1:-1])}
     for form in sorted(forms, key=len, reverse=True):
@@ -86,7 +87,7 @@ def redact(text: str, secrets: Collection[str] = ()) -> str:
 
 
 def shown(url: str) -> str:
-    """A URL with `***` for its secrets. If it is malformed, for everything that may be one."""
+    """A URL with `***` for its secrets; if the URL is malformed, for everything that may be a secret."""
     scheme, colon, rest = url.partition("://")
     if not colon:
         return _after_credentials(url) if "@" in url else url if _WORD.fullmatch(url) else HIDDEN
@@ -98,7 +99,7 @@ def shown(url: str) -> str:
     if not (scheme in _PATHS and place.startswith("/")):
         place = _place(place)
     if place.endswith(HIDDEN):  # no host
-        return f"{scheme}://{place}"  # the options may be part of a password without its host
+        return f"{scheme}://{place}"  # the options may be the rest of a password that has no host
     return f"{scheme}://{place}{mark}{'&'.join(_options(query))}"
 
 

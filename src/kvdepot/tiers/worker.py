@@ -49,8 +49,8 @@ MOST_PARTS = 16
 class Part:
     """One shard to load or save: its identity, and its place in the arena.
 
-    checksum, born, writer: for a save, the checksum if it is already known, else 0, when the chunk was computed, in
-    seconds since 1970, and who has stored it (empty: not known).
+    For a save only: checksum: of the KV; 0: not known yet. born: when the chunk was computed, in seconds since 1970.
+    writer: who has stored the chunk; empty: not known.
     """
 
     facts: ShardFacts
@@ -76,8 +76,8 @@ LOOKUPS, READS, WRITES, REMOVALS = "lookups", "reads", "writes", "removals"
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """A call of a tier; core/tiering/ has subclasses that say what it is for. tier: the tier's number. kind: of the
-    call; empty for a probe."""
+    """A call of a tier; core/tiering/ has subclasses with the purpose of the call. tier: the tier's number. kind: kind
+    of the call; empty for a probe."""
 
     tier: int
     kind: ClassVar[str] = REMOVALS
@@ -131,7 +131,7 @@ class Erase(_Task):
 class ForgetSpaces(_Task):
     """Remove the objects of a salt and of namespaces (prefixes of the second part of names). Outcome: Forgotten.
 
-    stamps: if there are any, only what writers have saved, by the spaces of the writers' stamps; counted as none.
+    stamps: spaces of writers' stamps; if there are any, only objects of these writers are removed, and counted as none.
     """
 
     salt: str
@@ -176,7 +176,7 @@ class Unwanted(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """The header of each part of the Load if the shard is in the arena, intact; otherwise why it is not.
+    """For each part of the Load, its header if the shard is in the arena, intact; otherwise the reason why it is not.
 
     took_s: seconds of the call, with decoding and checksums; 0: not measured.
     """
@@ -237,14 +237,14 @@ class TierWorker:
         count = config.options.threads + 1
         heads = np.zeros((count, MOST_PARTS, HEADER_BYTES + SLACK), np.uint8)
         self._memory = [memoryview(arena.bytes.data).cast("B"), memoryview(heads.data).cast("B")]
-        config.module()  # here, however long it takes: a URL that makes no sense must be found while `wait` waits
+        config.module()  # imported here, however long it takes: a wrong URL must be found while `wait` waits
         opened: Future[Tier] = Future()
         name = f"kvdepot-{config.kind}-open"
         threading.Thread(target=self._open_first, args=(opened,), name=name, daemon=True).start()
         wait([opened], _OPEN_S)
         if opened.done() and isinstance(refused := opened.exception(), ConfigError):
             raise refused
-        opened.add_done_callback(self._log_refused)  # now, or when it has failed
+        opened.add_done_callback(self._log_refused)  # runs now, or when opening has failed
         self._threads = [
             threading.Thread(target=self._run, args=(heads[i], i > 0), name=f"kvdepot-{config.kind}-{i}", daemon=True)
             for i in range(count)
@@ -256,7 +256,7 @@ class TierWorker:
         """Queue a tier task. The deciding thread bounds the queue."""
         with self._ready:
             (self._urgent if isinstance(tier_task, Find | Load) else self._later).append(tier_task)
-            self._ready.notify_all()  # one of them takes no saves: it must not be the only one that wakes
+            self._ready.notify_all()  # wakes all threads, as one of them takes no saves
 
     def stop(self, timeout_s: float) -> None:
         """Finish running tasks, drop queued ones, and end the threads. Blocks for at most `timeout_s`."""
@@ -400,7 +400,7 @@ class Mover:
 
     def _load(self, parts: list[Part], wall: float) -> list[Header | NotLoaded]:
         if not all(self.arena.ensure(*extent) for part in parts for extent in part.extents):
-            return [NotLoaded.ABSENT] * len(parts)  # not a failure of the tier
+            return [NotLoaded.ABSENT] * len(parts)  # no failure of the tier
         end = HEADER_BYTES + self.codec.slack
         blobs = [
             Blob(part.name, [head[:HEADER_BYTES].data, *self._kv(part), head[HEADER_BYTES:end].data])
@@ -424,7 +424,7 @@ class Mover:
         is_this = header is not None and header.names(part.facts, part.salt or NO_SALT, part.key, part.size)
         if header is None or not is_this or header.stored != size - HEADER_BYTES:
             return NotLoaded.CORRUPT
-        if self.ttl_s and not -SKEW_S <= wall - header.born <= self.ttl_s:  # from the future: nobody knows its age
+        if self.ttl_s and not -SKEW_S <= wall - header.born <= self.ttl_s:  # dates in the future say nothing of the age
             return NotLoaded.ABSENT
         if why := self.codec.why_not(header):
             if not self.codec.has_logged:
@@ -449,7 +449,7 @@ class Mover:
             identity = part.facts.digest, part.key, part.salt or NO_SALT
             header = Header(*identity, part.size, part.size, total, part.born, stamp=stamp or NO_STAMP)
             first, *rest = self.codec.encode(header, part.facts, self._kv(part))
-            head[:HEADER_BYTES] = np.frombuffer(first, np.uint8)  # in memory that the tier knows (`attach`)
+            head[:HEADER_BYTES] = np.frombuffer(first, np.uint8)  # memory that the tier knows (`attach`)
             blobs.append(Blob(part.name, [head[:HEADER_BYTES].data, *rest], part.born))
         answers = iter(_complete(blobs, self.tier.write(blobs) if blobs else []))
         return [is_stamped and next(answers) for is_stamped in kept]

@@ -1,9 +1,9 @@
 """The facts about a model beside its weights: configurations, the plain values of its modules, and code of others.
 
 identity.py calls it at each load and store. Law: the facts of equal models are equal in all processes (they have no
-address and no order of a set), and running a model does not change them. So what a library keeps in a model for itself
-does not count, and code that no library has counts with all that it refers to. Hooks of others are refused: they change
-KV in ways that nothing describes, and after a load they see a part of the prompt.
+address and no order of a set), and running a model does not change them. So values that a library keeps in a model for
+its own use are left out, and code that no library has is described with all that it refers to. Hooks of others are
+refused: they change KV in ways that no fact describes, and after a load they see only a part of the prompt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _IDLE = frozenset(vars(torch.nn.Module())) | {
     "hf_device_map", "hf_quantizer", "name_or_path", "warnings_issued",
 }  # fmt: skip
 """Attributes of modules that have no part in computing KV, or that are facts elsewhere."""
-_IDLE_IN_LIBRARIES = _IDLE | {"active_adapter"}  # a text or a list; each layer of PEFT has its own
+_IDLE_IN_LIBRARIES = _IDLE | {"active_adapter"}  # a text or a list, which each layer of PEFT has itself
 _REGISTRIES = {
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS",
     "transformers.masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS",
@@ -50,8 +50,8 @@ def is_library(module: str) -> bool:
 
 
 class PlainFacts:
-    """The facts about one model as it is now. text: as JSON. tensors: those that are neither parameters nor buffers,
-    with their names. modules: all, with their names.
+    """The facts about one model as it is now. text: the facts as JSON. tensors: tensors that are neither parameters nor
+    buffers, with their names. modules: all modules, with their names.
 
     Raises ConfigError for hooks.
     """
@@ -61,7 +61,7 @@ class PlainFacts:
         self.modules = list(model.named_modules())
         self._paths = {id(module): path for path, module in self.modules}
         self._known: dict[int, object] = {}
-        self._alive: list[object] = []  # their ids are keys of `_known`
+        self._alive: list[object] = []  # keeps objects alive whose ids are keys of `_known`
         hooks = (torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks)
         _refuse_hooks("all modules", *hooks)
         modules = [[path, self._module(path, module)] for path, module in self.modules]
@@ -76,7 +76,7 @@ class PlainFacts:
 
     def _module(self, path: str, module: torch.nn.Module) -> object:
         _refuse_hooks(path, module._forward_hooks, module._forward_pre_hooks)
-        is_private = isinstance(module, PreTrainedModel)  # in which transformers keeps notes of its own
+        is_private = isinstance(module, PreTrainedModel)  # transformers keeps notes of its own in these
         idle = _IDLE_IN_LIBRARIES if is_library(type(module).__module__) else _IDLE
         return [_name(type(module))] + [
             [name, self._describe(f"{path}.{name}", value)]
@@ -87,7 +87,7 @@ class PlainFacts:
         ]
 
     def _describe(self, where: str, value: object, depth: int = 0) -> object:
-        """A value as JSON. where: its name. depth: of objects around it."""
+        """A value as JSON. where: its name. depth: number of objects around it."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, np.ndarray) and value.dtype != object:
@@ -97,7 +97,7 @@ class PlainFacts:
             return "tensor"
         if id(value) not in self._known:
             self._alive.append(value)
-            self._known[id(value)] = "above"  # it contains itself
+            self._known[id(value)] = "above"  # the value contains itself
             self._known[id(value)] = self._resolve(where, value, depth)
         return self._known[id(value)]
 
@@ -135,14 +135,14 @@ class PlainFacts:
         return blake3(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
     def _other_module(self, where: str, module: torch.nn.Module) -> object:
-        """A module that is not one of the model's, but which one of these refers to."""
+        """Describe a module that is none of the model's, but to which one of the model's modules refers."""
         self.tensors += [
             (f"{where}.{name}", each) for name, each in [*module.named_parameters(), *module.named_buffers()]
         ]
         return [[path, self._module(f"{where}.{path}", each)] for path, each in module.named_modules()]
 
     def _function(self, where: str, value: types.FunctionType, depth: int) -> object:
-        """The name of a library's function, and others' functions that it finds in its module; else all of it."""
+        """For a library's function, its name and the functions of others that its module has; else all of its code."""
         module, code = value.__globals__.get("__name__", ""), value.__code__
         inner = getattr(value, "__wrapped__", None) or getattr(value, "_torchdynamo_orig_callable", None)
         found: list[object] = [f"{module}.{code.co_name}", self._describe(where, inner, depth)]
@@ -178,7 +178,6 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Code with that of functions within."""
     yield code
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
@@ -190,7 +189,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _digest(code: types.CodeType) -> str:
-    """A digest of what code does, wherever it is."""
+    """A digest of code that does not depend on its file and line numbers."""
     hasher = blake3()
     for each in _codes(code):
         constants = [

@@ -25,7 +25,7 @@ from kvdepot.integrations.huggingface.facts import PlainFacts, is_library
 from kvdepot.integrations.samples import BY_ROW, ROW_SAMPLE_BYTES, SAMPLE_BYTES, SMALL_BYTES, STEP_BYTES
 
 _FORMAT = 1
-"""Raise it when the same model's KV lies otherwise in a depot."""
+"""Raise this number when the layout of a model's KV in a depot changes."""
 _WHOLE_BYTES = 256 << 20
 """Models up to this size are hashed whole."""
 _MEDIA = re.compile(r"(image|video|audio|vision|speech).*token_(id|index)$")
@@ -34,7 +34,7 @@ _LENGTH_DEPENDENT = {"dynamic", "longrope"}
 
 
 def refuse_unserved(model: torch.nn.Module) -> None:
-    """Raise ConfigError or BadRequest for a model whose KV cannot be cached, and say which part of it is why."""
+    """Raise ConfigError or BadRequest, with the reason, for a model whose KV cannot be cached."""
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "generate") or not hasattr(model, "config"):
         raise BadRequest(f"pass a model of transformers (AutoModelForCausalLM), not {type(model).__name__}")
     kind = type(model).__name__
@@ -80,7 +80,7 @@ def fingerprint(model: torch.nn.Module) -> bytes:
     samples: dict[torch.device, list[torch.Tensor]] = {}
     for _, tensor in [*_tensors(facts.modules), *facts.tensors]:
         for leaf in _leaves(tensor):
-            version = 0 if leaf.is_inference() else leaf._version  # .data and numpy() change values without counting
+            version = 0 if leaf.is_inference() else leaf._version  # writes by .data and numpy() are not counted
             hasher.update(f"{leaf.data_ptr()} {version} {leaf.dtype} {list(leaf.shape)};".encode())
             few = _plain(leaf)[tuple(slice(None, None, max(1, size // 4)) for size in leaf.shape)]
             samples.setdefault(leaf.device, []).append(few.reshape(-1).contiguous().view(torch.uint8))
@@ -114,7 +114,7 @@ def _values(value: object, name: re.Pattern[str]) -> Iterator[object]:
 
 
 def _code(model: torch.nn.Module) -> list[str]:
-    """The classes of a model's modules; of those that no library has, also a digest of their files."""
+    """The classes of a model's modules; for classes that no library has, also a digest of their files."""
     found = set()
     for kind in {type(module) for module in model.modules()}:
         text = f"{kind.__module__}.{kind.__qualname__}"

@@ -35,7 +35,7 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class RecordingLayer(DynamicSlidingWindowLayer):
-    """A sliding window that also keeps what it has dropped, from token `first` on, until the cache is stored."""
+    """A sliding window that also keeps the KV that it has dropped, from token `first` on, until the cache is stored."""
 
     def __init__(self, sliding_window: int) -> None:
         super().__init__(sliding_window)
@@ -48,7 +48,7 @@ class RecordingLayer(DynamicSlidingWindowLayer):
         return keys, values
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorder the rows; what was dropped before cannot be stored then."""
+        """Reorder the rows; KV that was dropped before cannot be stored any more."""
         super().reorder_cache(beam_idx)
         self._record_again()
 
@@ -88,7 +88,8 @@ class OwnCache(DynamicCache):
 
 
 class Geometry(NamedTuple):
-    """The shape of the KV of layers of one kind. window: tokens before a position that they attend to; 0: all."""
+    """The shape of the KV of layers of one kind. window: number of tokens before a position that the layers see there;
+    0: all."""
 
     heads: int
     key_dim: int
@@ -97,7 +98,7 @@ class Geometry(NamedTuple):
 
 
 class StatePart(NamedTuple):
-    """One tensor of a layer's state. shape: without the batch."""
+    """One tensor of a layer's state. shape: the tensor's shape without the batch dimension."""
 
     layer: int
     name: str
@@ -109,7 +110,7 @@ class StatePart(NamedTuple):
 
 @dataclass
 class Held:
-    """The KV that the layers of one geometry hold of a row, from token `first` on: `[heads, tokens, dim]` each."""
+    """The KV of a row in the layers of one geometry, from token `first` on: `[heads, tokens, dim]` for each layer."""
 
     first: int
     pairs: list[Pair]
@@ -125,7 +126,7 @@ def new_cache(model: torch.nn.Module) -> Cache:
 
 
 def length_of(cache: Cache) -> int:
-    """The tokens that a cache has seen. Raises ConfigError for a cache of states alone, which does not count them."""
+    """Number of tokens that a cache has seen. Raises ConfigError for a cache of states alone, which counts none."""
     try:
         return int(cache.get_seq_length())
     except ValueError as exc:
@@ -181,7 +182,7 @@ class CacheLayout:
 
     @property
     def _kinds(self) -> tuple[object, ...]:
-        """The part that is equal in all caches of a model, whether they keep windows whole, in part or not at all."""
+        """The facts that are equal in all caches of a model, whether these keep windows whole, in part or not."""
         heads = {index: geometry[:3] for geometry, layers in self.groups for index in layers}
         return self.dtype, heads, [part[:-1] for part in self.states]
 
@@ -191,12 +192,11 @@ class CacheLayout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the KV of a prefix is a part of that of a longer one."""
+        """Whether the KV of a prefix is a part of the KV of each longer prefix."""
         return not self.states and not any(geometry.window for geometry, _ in self.groups)
 
     @property
     def shapes(self) -> list[Shape | State]:
-        """The depot's shapes, in the order of `arguments`."""
         found: list[Shape | State] = []
         for (heads, key_dim, value_dim, window), layers in self.groups:
             dims, parts = ([key_dim], 2) if key_dim == value_dim else ([key_dim, value_dim], 1)
@@ -229,16 +229,15 @@ class CacheLayout:
         return found
 
     def state(self, cache: Cache, row: int) -> torch.Tensor:
-        """The bytes of a row's states."""
         parts = (getattr(cache.layers[part.layer], part.name)[part.number][row] for part in self.states)
         return torch.cat([each.contiguous().reshape(-1).view(torch.uint8).cpu() for each in parts])
 
     def reaches(self, chunk_tokens: int) -> list[int]:
-        """The tokens before a chunk's end that each geometry needs there, in whole chunks; 0: all."""
+        """For each geometry, the tokens before a chunk's end, in whole chunks, that resuming there needs; 0: all."""
         return [math.ceil(geometry.window / chunk_tokens) * chunk_tokens for geometry, _ in self.groups]
 
     def arguments(self, held: list[Held], reaches: list[int], end: int) -> list[object]:
-        """The arguments for attention of a depot's `put` of `end` tokens: of windows, those within reach."""
+        """The attention layers' arguments of a depot's `put` of `end` tokens; for windows, the tokens within reach."""
         cuts = []
         for each, reach in zip(held, reaches, strict=True):
             at = slice(max(0, end - (reach or end)) - each.first, end - each.first)
@@ -283,7 +282,7 @@ class CacheLayout:
     def merge(self, target: Cache, rows: list[Cache], pads: list[int], columns: int) -> None:
         """Fill an empty cache with `columns` tokens of a batch: each row begins after its padding.
 
-        Rows have at least these tokens; exactly these if there are windows or states.
+        Rows have at least `columns` tokens with their padding; exactly that many if there are windows or states.
         """
         for geometry, layers in self.groups:
             kept = min(columns, geometry.window or columns)
@@ -304,7 +303,7 @@ def _refuse_unserved(cache: Cache) -> None:
 
 
 def _geometry(layer: CacheLayerMixin) -> Geometry | None:
-    """The geometry of a layer's KV; None for a layer without."""
+    """The geometry of a layer's KV; None for a layer without KV."""
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if keys is None or values is None or keys.ndim != 4:
         return None
@@ -353,7 +352,7 @@ def _set_static(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor
         raise BadRequest(f"a static cache of {size} tokens is too small for {count}: raise max_cache_len")
     layer.update(keys, values, {"cache_position": torch.arange(keys.shape[-2], device=keys.device)})
     if layer.is_sliding:
-        is_tensor = hasattr(layer, "cumulative_length_int")  # transformers 5 counts in both
+        is_tensor = hasattr(layer, "cumulative_length_int")  # transformers 5 counts tokens in both
         setattr(layer, "cumulative_length_int" if is_tensor else "cumulative_length", count)
 
 
@@ -370,7 +369,7 @@ def _stack(rows: list[Cache], pads: list[int], part: tuple[int, str], size: tupl
     model = next(each for each in sources if each is not None)
     batch = model.new_zeros((len(rows), model.shape[1], kept, model.shape[3]))
     for out, source, pad in zip(batch, sources, pads, strict=True):
-        if source is not None:  # else its only token is to be computed
+        if source is not None:  # else the row has only the token that is to be computed
             last = source[0, :, : columns - pad][:, -kept:]
             out[:, kept - last.shape[1] :] = last
     return batch

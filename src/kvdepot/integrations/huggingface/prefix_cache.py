@@ -30,11 +30,12 @@ TokenIds: TypeAlias = "torch.Tensor | Sequence[int] | Sequence[Sequence[int]]"
 
 _PROBE_TOKENS, _PROBE_SPLIT = 16, 11
 _MOST_DIFFERENCE = 0.15
-"""Limit of the check below: bfloat16 gives 0.01 to 0.03, a cache that is not used as it should be 0.3 and more."""
+"""Limit of `_check_continuation`: bfloat16 gives 0.01 to 0.03, a model that misuses its cache 0.3 and more."""
 _MOST_OPENED = 8
 """Versions of a model that are remembered: adapters may take turns."""
 _MEASURED_TOKENS, _MEASURES = 64, 31
-"""A part of a prompt with fewer tokens says little about the speed of prefill, which is the median of so many parts."""
+"""The fewest tokens of a part of a prompt from which the speed of prefill is measured, and the number of parts of which
+that speed is the median."""
 _ASSISTED = "assisted decoding computes a loaded prompt again, and takes tokens back"
 _REFUSED = {
     **dict.fromkeys(("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp"), _ASSISTED),
@@ -57,7 +58,7 @@ _ARGUMENTS = {
 
 @dataclass(frozen=True)
 class _Opened:
-    """One version of the model: what its caches are like, and where the depot has its KV."""
+    """One version of the model: the layout of its caches, and its namespace in the depot."""
 
     layout: CacheLayout
     namespace: Namespace
@@ -72,7 +73,6 @@ class _Prompts:
     pads: list[int]
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """The tokens and the padding of each row."""
         return iter([(row[pad:], pad) for row, pad in zip(self.ids, self.pads, strict=True)])
 
     @property
@@ -83,9 +83,9 @@ class _Prompts:
 class PrefixCache:
     """The prefixes of a model in a depot.
 
-    depot: from `kvdepot.connect`. model: of transformers, in evaluation mode. chunk_tokens: as of `Depot.namespace`.
-    Reads a part of all weights and computes a few tokens. Raises ConfigError for a model that is not served, and says
-    why; BadRequest for an argument that is wrong.
+    depot: from `kvdepot.connect`. model: a model of transformers in evaluation mode. chunk_tokens: see
+    `Depot.namespace`. Reads a part of all weights and computes a few tokens. Raises ConfigError for a model that is not
+    served, and says why; BadRequest for an argument that is wrong.
     """
 
     def __init__(self, depot: Depot, model: torch.nn.Module, chunk_tokens: int = 0) -> None:
@@ -95,8 +95,8 @@ class PrefixCache:
         self._asked_tokens = chunk_tokens
         self._media = media_tokens(model)
         self.last = NOTHING_REUSED
-        """The result of the last `load` or `generate`, of all rows together. Nothing is compared here."""
-        self._speeds: deque[float] = deque(maxlen=_MEASURES)  # of prefill, in tokens per second
+        """The result of the last `load` or `generate`, of all rows together. Its `compared` is 0."""
+        self._speeds: deque[float] = deque(maxlen=_MEASURES)  # of prefill, in tokens per second, the latest last
         self._opened: dict[bytes, _Opened] = {}
         self._open()
         self._check_continuation()
@@ -116,8 +116,8 @@ class PrefixCache:
         """The longest stored prefix of a prompt as a cache for the model, and the number of its tokens; 0: a miss.
 
         The prompt's last token is never loaded: the model has to compute it. input_ids: one prompt, or a batch, which
-        is padded on the left as `attention_mask` says; then the number is that of its columns, equal for all rows.
-        past: an empty cache to fill, such as a StaticCache; None makes a dynamic one. Raises BadRequest.
+        is padded on the left as `attention_mask` says; then the number counts columns, and is equal for all rows. past:
+        an empty cache to fill, such as a StaticCache; None makes a dynamic one. Raises BadRequest.
         """
         prompts = self._prompts(input_ids, attention_mask)
         self.last, opened = NOTHING_REUSED, self._open()
@@ -137,12 +137,12 @@ class PrefixCache:
         return target, min(ends)
 
     def store(self, input_ids: TokenIds, past: Cache) -> int:
-        """Store the KV of a prompt, or of a batch without padding. Returns the tokens that the depot has then, in whole
-        chunks, of the row that has fewest.
+        """Store the KV of a prompt, or of a batch without padding. Returns the number of tokens that the depot has
+        then, in whole chunks, of the row with the fewest.
 
-        past: what the model has computed for these tokens; it may have seen more, or fewer. Raises BadRequest: for a
-        cache of another model, or of weights that were changed since; for padding; and where windows have dropped, or
-        states have passed, the end of the last whole chunk.
+        past: the cache that the model has filled with these tokens; it may have seen more tokens, or fewer. Raises
+        BadRequest: for a cache of another model, or of weights that were changed since; for padding; and where windows
+        have dropped, or states have passed, the end of the last whole chunk.
         """
         prompts = self._prompts(input_ids, None)
         opened = self._open()
@@ -202,7 +202,7 @@ class PrefixCache:
     # -- the depot
 
     def _open(self) -> _Opened:
-        """The namespace of the model as it is now. Raises BadRequest if it is in training, ConfigError as the class."""
+        """The model's version as it is now. Raises BadRequest for a model in training, ConfigError like the class."""
         training = [module for module in self._model.modules() if module.training]
         if any(any(module.children()) or "dropout" in type(module).__name__.lower() for module in training):
             raise BadRequest("the model is in training mode, where its KV is random: call model.eval()")
@@ -246,11 +246,11 @@ class PrefixCache:
         return cache, count
 
     def _note(self, loaded: int) -> None:
-        """Settle the result of a call, which has used this many tokens of what was loaded."""
+        """Set `last` after a call, which has used this many loaded tokens."""
         self.last = Reuse(self.last.found, loaded, 0, loaded / median_high(self._speeds) if self._speeds else 0.0)
 
     def _put(self, tokens: torch.Tensor, cache: Cache, row: int, opened: _Opened) -> int:
-        """Store the whole chunks of a row of a cache. Raises BadRequest if it has not all that a load would need."""
+        """Store the whole chunks of a row of a cache. Raises BadRequest if the row lacks KV that a load needs."""
         layout, namespace = opened.layout, opened.namespace
         length, size = length_of(cache) if cache.layers else 0, namespace.chunk_tokens
         end = min(len(tokens), length) // size * size
@@ -294,7 +294,7 @@ class PrefixCache:
         return cache, end
 
     def _compute(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor | None:
-        """Append tokens of one prompt to a cache; the last one's logits."""
+        """Append tokens of one prompt to a cache. Returns the last token's logits."""
         if not len(tokens):
             return None
         few = {"logits_to_keep": 1} if self._model._supports_logits_to_keep() else {}
@@ -310,8 +310,8 @@ class PrefixCache:
         return logits
 
     def _target(self, given: object, opened: _Opened | None, pads: Sequence[int] = ()) -> Cache:
-        """An empty cache: the caller's, or a new one. pads: the padding of each row that it is for. Raises BadRequest
-        if the caller's has tokens or cannot be filled."""
+        """An empty cache: the caller's, or a new one. pads: columns of padding of each row. Raises BadRequest if the
+        caller's cache has tokens or cannot be filled."""
         cache = new_cache(self._model)
         if given is not None:
             check_empty(given, cache)
@@ -335,7 +335,7 @@ class PrefixCache:
     def _check_continuation(self) -> None:
         """Raise ConfigError if the model does not compute from a cache what it computes at once.
 
-        The difference between the two must be far smaller than what the first tokens change at all.
+        The difference between the two must be far smaller than the effect of the prompt's first tokens.
         """
         tokens = self._probe_tokens()
         first, rest = tokens[:_PROBE_SPLIT], tokens[_PROBE_SPLIT:]
@@ -369,7 +369,8 @@ class PrefixCache:
         return _Prompts(ids, pads)
 
     def _padding(self) -> set[object]:
-        """Tokens that pad batches, as far as the model says: tokenizers without one pad with the end of a sequence."""
+        """Ids of tokens that pad batches, as far as the model says: tokenizers without such a token pad with the end of
+        a sequence."""
         configs = self._model.config, self._model.generation_config
         found: set[object] = set()
         for name in ("pad_token_id", "eos_token_id"):
@@ -390,7 +391,7 @@ class PrefixCache:
 
     def _copies(self, arguments: dict[str, object]) -> int:
         """The rows that generation makes of each prompt. Raises BadRequest for arguments that are not served, and for
-        such fields of the configuration in force, which has them also from the model and from `generation_config`."""
+        such fields of the effective configuration, which also come from the model and from `generation_config`."""
         settings = {name: value for name, value in arguments.items() if name != "generation_config"}
         config, _ = self._model._prepare_generation_config(arguments.get("generation_config"), **settings)
         for name, why in _REFUSED.items():

@@ -65,10 +65,10 @@ class GuardedClient(MessageQueueClient):
     """A connection to one server. Only registering, and asking for the chunk size, can fail."""
 
     def __init__(self, server_url: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """server_url: vLLM appends a port to every host, so that of a unix socket is left out."""
+        """server_url: vLLM appends a port to every host; the port of a unix socket is left out."""
         super().__init__(_PORT_OF_SOCKET.sub(r"\1", server_url), context)
         self.skip_blocks: list[int] = []
-        """Leading blocks of the first chunk that the next retrieve must not write, by key."""
+        """By key, the number of leading blocks of its first chunk that the next retrieve must not write."""
         self._failed_blocks: set[int] = set()
         self._stores: list[MessagingFuture[Any]] = []
 
@@ -123,7 +123,7 @@ class GuardedClient(MessageQueueClient):
     def _filled(
         self, keys: Sequence[IPCCacheEngineKey], block_ids: Sequence[int], skip: Sequence[int], answer: object
     ) -> list[bool]:
-        """One bool per key; notes the blocks of those that were not filled."""
+        """Whether each key's blocks were filled; notes the blocks that were not."""
         filled = answer if isinstance(answer, list) else [False] * len(keys)
         sizes = [_size(key) for key in keys]
         ends = [len(block_ids) * done // sum(sizes) for done in itertools.accumulate(sizes)]

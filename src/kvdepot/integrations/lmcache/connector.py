@@ -1,6 +1,6 @@
 """vLLM's own LMCacheMPConnector and adapter, corrected where they would store, load or lose the wrong bytes.
 
-Their files run as they are. What vLLM 0.15 to 0.17 leave open there:
+Their files run as they are. The faults of vLLM 0.15 to 0.17 there, and their effects:
 
     tokens of a chunked prompt are counted twice                  -> blocks are stored before they are computed
     a request's blocks are listed again after its load            -> later chunks are stored from the wrong blocks
@@ -67,11 +67,11 @@ class LMCacheMPConnector(own.LMCacheMPConnector):
             settings.kv_connector_extra_config["lmcache.mp.host"] = default_url()
         super().__init__(vllm_config, role, kv_cache_config)
         adapter = self.scheduler_adapter if role == KVConnectorRole.SCHEDULER else self.worker_adapter
-        adapter.model_name = f"{adapter.model_name}@{identity(vllm_config)}"  # in all keys that it makes
+        adapter.model_name = f"{adapter.model_name}@{identity(vllm_config)}"  # for all keys that the adapter makes
         self._private: set[str] = set()  # requests with KV that token ids do not determine
         self._loading: set[str] = set()  # requests whose load was ordered and has not ended on all ranks
-        self._aborted: set[str] = set()  # those that ended during their load
-        self._held: set[str] = set()  # requests whose blocks vLLM would free already
+        self._aborted: set[str] = set()  # requests that ended during their load
+        self._held: set[str] = set()  # requests whose blocks vLLM would have freed by now
         self._may_load: bool = settings.is_kv_consumer
         self._may_store: bool = settings.is_kv_producer
 
@@ -131,7 +131,7 @@ class LMCacheMPConnector(own.LMCacheMPConnector):
         tracker = self._get_request_tracker(request.request_id)
         tracker.allocated_block_ids.clear()
         if tracker.state is not own.LMCacheMPRequestState.PREFETCHING:
-            adapter = self.scheduler_adapter  # what a load failed to fill is stored again
+            adapter = self.scheduler_adapter  # blocks that a load failed to fill are stored again
             tracker.num_stored_blocks = request.num_computed_tokens // adapter.chunk_size * adapter.blocks_in_chunk
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -189,7 +189,7 @@ def identity(vllm_config: VllmConfig) -> str:
     facts: list[object] = [vllm.__version__, platform_facts(), describe_config(vllm_config, "any")]
     if found is not None:
         facts.append(found.digest)
-        if found.changed_at > loaded_since() - SETTLED_S:  # it is not known which version was loaded
+        if found.changed_at > loaded_since() - SETTLED_S:  # it is unknown which version was loaded
             facts.append(vllm_config.instance_id)
     return blake3(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -211,7 +211,7 @@ def _is_known_by_tokens(request: Request) -> bool:
 
 
 class _Event:
-    """An event of a processor, whose work is done when it is recorded."""
+    """An event of a processor, whose work has always ended when the event is recorded."""
 
     def record(self) -> None:
         """Nothing is queued."""

@@ -1,4 +1,4 @@
-"""Which name of the `lmcache` package leads where: what vLLM 0.15 to 0.17 import from it for LMCacheMPConnector.
+"""The names of the `lmcache` package that vLLM 0.15 to 0.17 import for LMCacheMPConnector, and what stands for each.
 
 `lmcache.integration.vllm.vllm_multi_process_adapter` is left out on purpose: without it, vLLM uses its own adapter.
 """
@@ -55,7 +55,7 @@ UNUSED: dict[str, tuple[str, ...]] = {
     "lmcache.v1.offload_server.zmq_server": ("ZMQOffloadServer",),
     "lmcache.v1.plugin.runtime_plugin_launcher": ("RuntimePluginLauncher",),
 }
-"""Names that vLLM imports with them, by module, for LMCache's engine inside vLLM; using one is an error."""
+"""Names that vLLM also imports, by module, for LMCache's engine inside vLLM; using one is an error."""
 
 _MODULES = {
     ".".join(parts[:depth])

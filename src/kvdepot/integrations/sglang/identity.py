@@ -32,7 +32,7 @@ _HARMLESS = re.compile(
     r"schedule_.*|.*watchdog_timeout|kv_events_config|crash_dump_folder|stream_.*|lora_paths|.*_parser|chat_template"
 )
 """Arguments of SGLang that do not change KV, or that differ from start to start; paths of models are replaced by the
-contents of their files. All others count: an unknown one costs a shared page at most."""
+contents of their files. All other arguments are identity: an unknown one costs hits at most."""
 _UNREAD = (
     "quantization_param_path", "kt_weight_path", "modelopt_checkpoint_restore_path", "decrypted_config_file",
     "decrypted_draft_config_file",
@@ -50,8 +50,8 @@ class EngineIdentity(NamedTuple):
     run: str
 
     def name(self, pool: str, facts: str, epoch: int) -> str:
-        """The name of a pool's KV. facts: of the pool. epoch: updates of weights so far; from the first on, what is in
-        memory is no file's, so the name is this run's own."""
+        """The name of a pool's KV. facts: the pool's. epoch: number of updates of weights so far; from the first on,
+        the weights in memory are those of no file, so the name is private to this run."""
         own = [self.run, epoch] if epoch else []
         digest = blake3(json.dumps([self.facts, pool, facts, own]).encode()).hexdigest()
         return name_model(self.label if pool == "kv" else f"{self.label} {pool}", digest)
@@ -68,7 +68,7 @@ def identify(model_name: str, arguments: dict[str, object], revision: str, versi
         raise ConfigError("kvdepot does not support engines on several hosts (--nnodes): a server keeps one host's KV")
     if arguments.get("enable_kv_cache_sharding"):
         raise ConfigError("kvdepot does not support KV that is divided among ranks: omit --enable-kv-cache-sharding")
-    parent = os.getppid()  # which starts all ranks
+    parent = os.getppid()  # the process that starts all ranks
     ticks = int(Path(f"/proc/{parent}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[19])
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     started = json.dumps([boot, parent, ticks, str(arguments.get("random_seed")), str(arguments.get("port"))])
@@ -97,9 +97,10 @@ def identify(model_name: str, arguments: dict[str, object], revision: str, versi
 
 
 def _name_run() -> str:
-    """A name for this start of the engine: what the first of its ranks has put into the store of their process group,
-    which is new with each start. (A trainer's engine starts again with the same parent, port and seed, and other
-    weights.) A rank without such a store, or whose weights have changed under an earlier backend, has its own."""
+    """A name for this start of the engine, which its first rank has put into the store of the ranks' process group; the
+    store is new with each start. (A trainer's engine starts again with the same parent, port and seed, and other
+    weights.) A rank without such a store, or whose weights have changed under an earlier backend, has a name of its
+    own."""
     import torch.distributed
 
     own = secrets.token_hex(16)
@@ -125,8 +126,8 @@ def _adapters(arguments: dict[str, object]) -> list[object]:
 
 
 def _weights(arguments: dict[str, object], origin: object, version: object, named: str) -> tuple[str, float]:
-    """A digest of a model's files, and when they last changed. Raises ConfigError where neither they nor the user name
-    their version."""
+    """A digest of a model's files, and when they last changed. Raises ConfigError if neither the files nor the user
+    name their version."""
     kinds = {Kind.WEIGHTS, Kind.CONFIG} | ({Kind.CODE, Kind.OTHER} if arguments.get("trust_remote_code") else set())
     cache = arguments.get("download_dir")
     is_elsewhere = (
@@ -176,7 +177,7 @@ def watch_updates(notice: Callable[[], None]) -> None:
 
 
 def forget_updates(notice: Callable[[], None]) -> None:
-    """End what `watch_updates` began; unknown ones are fine."""
+    """End the calls that `watch_updates` began; an unknown `notice` is fine."""
     if notice in _notices:
         _notices.remove(notice)
 

@@ -53,12 +53,12 @@ KV = "kv"
 """SGLang's name of the pool that each request needs; other pools are a hybrid model's."""
 T = TypeVar("T")
 _RETURN_S = 0.2
-"""Waiting for a server that is lost or has just come back; each call waits that long at most."""
+"""Longest wait of a call, in seconds, for a server that is lost or has just come back."""
 _REGISTER_S = 1.0
 _GET_S = 1.0
-"""Each of the two answers to a read of pages."""
+"""Longest wait, in seconds, for each of the two answers to a read of pages."""
 _SET_S = 5.0
-"""Each of the two answers to a write: the server may have to have memory allocated for it."""
+"""Longest wait, in seconds, for each of the two answers to a write: the kernel may have to allocate memory first."""
 _CLEAR_S = 10.0
 
 
@@ -77,7 +77,7 @@ class PagePool:
     """A host pool whose pages the depot keeps."""
 
     def __init__(self, pool: HostPool, name: str, ranks: tuple[int, int]) -> None:
-        """name: as SGLang calls it. ranks: how many share its KV, and which of them this is.
+        """name: SGLang's name of the pool. ranks: the number of ranks that share its KV, and the number of this rank.
 
         Tests copies of some pages, whose bytes are as before afterwards; pages that cannot be copied are a `fault`.
         Raises LayoutError for a pool that does not say where its pages are.
@@ -90,7 +90,7 @@ class PagePool:
         self.instance = 0
         self.spec = ShardSpec("", self.world_size, self.rank, self.page_size, 1)
         self.fault = ""
-        self._pool = pool  # its memory lasts as long as ours
+        self._pool = pool  # keeps the pool's memory alive
         try:
             test_blocks([self.blocks])
         except DeviceError as exc:
@@ -113,7 +113,8 @@ class PagePool:
         return np.array(pages, np.intp)
 
     def copy(self, view: ArenaView, placement: wire.Placement, request: wire.Store | wire.Retrieve, pages: Ids) -> None:
-        """Copy pages to or from their places in the arena. request: that is placed. pages: of all its keys."""
+        """Copy pages to or from their places in the arena. request: the placed request. pages: the pages of all its
+        keys."""
         is_store = isinstance(request, wire.Store)
         placed = zip(placement.chunks, placement.places, strict=True)
         pieces = [CopyPiece(place.extents, pages[chunk : chunk + 1]) for chunk, place in placed]
@@ -166,7 +167,7 @@ def _map(pool: HostPool, name: str) -> HostBlocks:
 
 
 def _join(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The `[start, end)` spans of memory, those that overlap or touch joined."""
+    """The `[start, end)` spans of memory; spans that overlap or touch are joined."""
     joined: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
@@ -177,9 +178,9 @@ def _join(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def hash_keys(keys: Sequence[str]) -> bytes:
-    """The 32-byte hashes of SGLang's keys: those that are SHA-256 in hexadecimal are hashes of that size already."""
+    """The 32-byte hashes of SGLang's keys: keys that are SHA-256 in hexadecimal are such hashes already."""
     if set(map(len, keys)) <= {2 * HASH_BYTES}:
-        with contextlib.suppress(ValueError):  # twice as fast as bytes.fromhex, and no spaces are legal
+        with contextlib.suppress(ValueError):  # twice as fast as bytes.fromhex, and refuses spaces
             return unhexlify("".join(keys))
     return b"".join(hash_keys([key]) if len(keys) > 1 else engine_hash(key.encode()) for key in keys)
 
@@ -241,13 +242,13 @@ class PageStore:
         pool.spec = ShardSpec(model, pool.world_size, pool.rank, self._page_tokens, 1)
 
     def _register(self, pool: PagePool) -> list[MessagingFuture[None]]:
-        """Tell the server of a pool. Never blocks."""
+        """Register a pool with the server. Never blocks."""
         formats = [pool.blocks.layout.format]
         messages = pool.spec.register(pool.instance, formats, fault=pool.fault)
         return [self._client.ask(message) for message in messages]
 
     def suspend(self) -> None:
-        """Weights are about to change: keep and find nothing until SGLang has flushed what the old ones computed."""
+        """Weights are about to change: keep and find nothing until SGLang has flushed the KV of the old weights."""
         self._is_suspended = True
 
     def flushed(self) -> None:
@@ -257,7 +258,7 @@ class PageStore:
         self._epoch += 1
         for pool in self._pools.values():
             self._client.ask(wire.Unregister(pool.instance))
-            if self._epoch > 1:  # no engine will ever ask for it
+            if self._epoch > 1:  # no engine will ever ask for KV of this name
                 self._client.ask(wire.Clear(pool.spec.model))
             self._enter(pool)
             with contextlib.suppress(Unavailable, DeadlineExceeded):  # the next server has it from the client
@@ -268,7 +269,7 @@ class PageStore:
     # -- pages
 
     def _served(self, name: str, keys: Sequence[str]) -> PagePool | None:
-        """The pool, if a server can be asked for these keys of it now; None: all are misses. Blocks 0.2 s at most."""
+        """The pool, if a server can be asked for these keys now; None: all are misses. Blocks 0.2 s at most."""
         pool = self._pools.get(name)
         if pool is None or not keys or self._is_suspended or pool.fault:
             return None
@@ -281,10 +282,11 @@ class PageStore:
         return pool
 
     def exists(self, name: str, keys: Sequence[str], prefix: Sequence[str] | None = None) -> int:
-        """Count the keys, from the first on, that are there on all ranks. Blocks a second, and as long as tiers take.
+        """Count the keys, from the first on, whose pages are stored for all ranks. Blocks a second, and as long as
+        tiers take.
 
-        prefix: the keys before them, from the prompt's start; None: not known, so each key is looked for.
-        What is found is in memory afterwards, and the last to be evicted; nothing is pinned. Raises KVDepotError.
+        prefix: the keys before them, from the prompt's start; None: not known, so each key is looked for. Pages that
+        are found are in memory afterwards, and the last to be evicted; nothing is pinned. Raises KVDepotError.
         """
         pool = self._served(name, keys)
         if pool is None:
@@ -307,7 +309,7 @@ class PageStore:
         return [hashes[at : at + HASH_BYTES] in ready for at in range(0, len(hashes), HASH_BYTES)]
 
     def get(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
-        """Copy pages into a pool; which were copied. Blocks two seconds, and as long as copying takes.
+        """Copy pages into a pool. Returns, per key, whether its page was copied. Blocks two seconds and for the copy.
 
         Raises KVDepotError if nothing was copied, or that is not known.
         """
@@ -328,11 +330,11 @@ class PageStore:
     def set(
         self, name: str, keys: Sequence[str], indices: torch.Tensor, prefix: Sequence[str] | None = None
     ) -> list[bool]:
-        """Copy pages of a pool into the depot; whether all are there, per key. Blocks 10 s, and as long as copying
-        takes.
+        """Copy pages of a pool into the depot. Returns, per key, whether the depot has its page. Blocks 10 s and for
+        the copy.
 
-        prefix: as in `exists`; pages whose prefix is known and there are a chain, which is found and evicted as one.
-        Raises KVDepotError if nothing was kept, or that is not known.
+        prefix: as in `exists`; pages whose prefix is known and stored form a chain with it, which is found and evicted
+        as one. Raises KVDepotError if nothing was kept, or that is not known.
         """
         pool = self._served(name, keys)
         if pool is None:

@@ -20,7 +20,7 @@ _OF_SGLANG = {
 }  # fmt: skip
 """Keys that SGLang itself reads or adds."""
 _PAUSE_S = 10.0
-"""Between two starts of a server that crashes."""
+"""Seconds between two starts of a server that crashes."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class HiCacheSettings:
 
 
 def read_settings(extra: object) -> HiCacheSettings:
-    """Our keys of the extra config. Raises ConfigError for anything that is missing, unknown or of a wrong type."""
+    """Our keys of the extra config. Raises ConfigError for missing or unknown keys and values of a wrong type."""
     if not isinstance(extra, dict):
         raise ConfigError(f"--hicache-storage-backend-extra-config must be a JSON object, not {extra!r:.80}")
     if not extra.get("interface_v1"):
@@ -83,13 +83,13 @@ class ServerStarter:
         self._started_at = float("-inf")
 
     def start(self) -> None:
-        """Start it unless it is there; never waits for it. Raises Unavailable."""
+        """Start the server unless it runs; never waits for it. Raises Unavailable."""
         if self._server is not None and not self._server.has_failed_for(self._engine):
             self._started_at = time.monotonic()
             self._server.start(self._engine)
 
     def start_again(self) -> None:
-        """Start it if it has crashed. Never waits or raises."""
+        """Start the server if it has crashed. Never waits or raises."""
         if self._server is None or time.monotonic() < self._started_at + _PAUSE_S or not self._server.has_crashed():
             return
         self._started_at = time.monotonic()

@@ -2,7 +2,7 @@
 
 SGLang calls it on its own threads: queries and reads on two that prefetch, writes on one that backs up, the rest on the
 scheduler's. A method that raised would end such a thread, or return None to it. Invariant: after the start, no method
-raises; what fails is a miss.
+raises; a call that fails is a miss.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class KVDepotHiCache(HiCacheStorage):
         self._cleared: list[tuple[HostPool, Callable[[], None]]] = []  # pools, and their own `clear`
         self._moved = {kind: deque[tuple[int, float]](maxlen=_MOST_MOVED) for kind in ("get", "set")}
         watch_updates(self._store.suspend)
-        if are_updated():  # before the backend was detached, or while it was: what is in memory is no file's
+        if are_updated():  # weights have changed under an earlier backend or since: they are those of no file
             self._store.suspend()
             self._store.flushed()
 
@@ -155,7 +155,7 @@ class KVDepotHiCache(HiCacheStorage):
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 restorable = self._find_ends(str(transfer.name), keys[:found], max(1, len(transfer.keys or ())))
             else:
-                continue  # BLOCK_GROUPS never shortens the prefix; without a verdict, SGLang computes such a pool
+                continue  # BLOCK_GROUPS never shortens the prefix; without an answer, SGLang computes such a pool
             if restorable:
                 hits[transfer.name] = max(restorable)
             lengths &= restorable
@@ -210,7 +210,7 @@ class KVDepotHiCache(HiCacheStorage):
         return self._guard(self._store.clear, False)
 
     def get_stats(self) -> StorageMetrics | None:
-        """Pages moved since the last call, and GB/s of each; None if SGLang collects no such metrics."""
+        """For each move since the last call, its pages and GB/s; None if SGLang collects no such metrics."""
         if not self._config.enable_storage_metrics:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -254,7 +254,7 @@ class KVDepotHiCache(HiCacheStorage):
         return done
 
     def _guard(self, call: Callable[[], T], missed: T) -> T:
-        """Return what `call` returns, or `missed` where it raises: nothing may reach SGLang's threads."""
+        """Return the result of `call`, or `missed` if it raises: no error may reach SGLang's threads."""
         try:
             return call()
         except Exception as exc:  # noqa: BLE001 - the top of what SGLang's threads call

@@ -23,12 +23,12 @@ log = init_logger(__name__)
 _TRIAL = 32
 """Requests that are judged before the first decision."""
 _PROMPTS = 64
-"""An answer is judged once this many prompts have come after it, or as many as answers waited to be judged if that is
-more: many chats may begin at once."""
+"""An answer is judged once this many prompts have come after it, or, if more answers than this waited to be judged, as
+many prompts as answers: many chats may begin at once."""
 _LEAST, _AGAIN = 0.05, 0.1
 """Below the first share of chunks that come back, decoded chunks are not stored any more; above the second, again."""
 _FADE = 0.98
-"""The weight of the past at each request that is judged: about the last 50 count."""
+"""The factor for earlier requests at each one that is judged: about the last 50 count."""
 _MOST = 1 << 17
 """Answers that are remembered, oldest forgotten first: some 20 MB."""
 
@@ -37,15 +37,16 @@ class Answers:
     """The answers of one engine, and whether later prompts continued with them."""
 
     def __init__(self, mode: str, add: Callable[[str, int], None], schedulers: int = 1) -> None:
-        """mode: auto, on or off. add: adds to a counter of the engine's metrics. schedulers: that share the engine's
-        requests (data parallelism): each sees only its share of the prompts that continue."""
+        """mode: auto, on or off. add: adds to a counter of the engine's metrics. schedulers: number of schedulers that
+        share the engine's requests (data parallelism), each of which sees only its share of the prompts that
+        continue."""
         self._mode = mode
         self.are_stored = mode != "off"
         self.learns = mode == "auto"
         self._add = add
         self._schedulers = schedulers
         self._remembered: dict[int, int] = {}  # chunks of an answer, by the first 8 bytes of its first chunk's hash
-        self._waiting: deque[tuple[int, int]] = deque()  # to judge: the number of prompts by then, and chunks
+        self._waiting: deque[tuple[int, int]] = deque()  # to judge: the number of prompts when due, and chunks
         self._prompts = self._judged = 0
         self._decoded = self._continued = 0.0  # chunks, faded
 
@@ -54,12 +55,10 @@ class Answers:
 
     @property
     def share(self) -> float:
-        """The share of decoded chunks that came back lately."""
         return self._continued / self._decoded if self._decoded else 0.0
 
     @property
     def status(self) -> AnswersStatus:
-        """Whether answers are stored, and why."""
         return AnswersStatus(self._mode, self.are_stored, self.share if self._judged >= _TRIAL else None)
 
     def prompt_came(self, hashes: bytes) -> None:
@@ -90,7 +89,7 @@ class Answers:
             self._judge(self._waiting.popleft()[1])
 
     def _judge(self, chunks: int) -> None:
-        """Count an answer, with which a prompt has continued by now, or probably none will."""
+        """Count an answer's chunks: if no prompt has continued with it by now, probably none will."""
         self._judged += 1
         self._decoded = self._decoded * _FADE + chunks
         self._continued *= _FADE

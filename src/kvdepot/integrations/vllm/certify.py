@@ -134,12 +134,12 @@ class PromptRunner:
 def _listen(lines: TextIO, commands: queue.Queue[str]) -> None:
     for line in lines:
         commands.put(line)
-    os.kill(os.getpid(), signal.SIGINT)  # whatever the main thread does, it ends
+    os.kill(os.getpid(), signal.SIGINT)  # ends the main thread, whatever it does
 
 
 def main() -> None:
     lines, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(0), "w")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # of processes that it spawns
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the standard input of processes that this one spawns
 
     def answer(value: object) -> None:
         print(json.dumps(msgspec.to_builtins(value)), file=answers, flush=True)  # msgspec's own JSON has no inf

@@ -81,8 +81,8 @@ log = init_logger(__name__)
 class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     """Stores prompts' KV in a kvdepot server and loads it instead of recomputing it.
 
-    Raises ConfigError for an unsupported configuration, what a server refuses it for, and with `kvdepot.required`
-    Unavailable when no server answers within 8 s.
+    Raises ConfigError for an unsupported configuration, the error with which a server refuses this engine, and with
+    `kvdepot.required` Unavailable if no server answers within 8 s.
     """
 
     _cache_hit_source = HOST_HITS
@@ -90,9 +90,9 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
-        self._block_tokens = vllm_config.cache_config.block_size  # as fitted to the KV cache groups
+        self._block_tokens = vllm_config.cache_config.block_size  # fitted to KV cache groups
         self._kv_caches: dict[str, torch.Tensor] = {}
-        self._is_asleep = False  # the KV has no memory
+        self._is_asleep = False  # while the engine sleeps, its KV has no memory
         if role is KVConnectorRole.SCHEDULER:
             self._process = EngineProcess(vllm_config, kv_cache_config, self._settings, rank=None)
             self._begin_scheduler()
@@ -111,7 +111,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
             self._link = self._link_worker()
 
     def _begin_scheduler(self) -> None:
-        """Settle what vLLM does after a failed load, and say which settings have no effect."""
+        """Set vLLM's policy for failed loads, and log which settings have no effect."""
         transfer, policy = self._kv_transfer_config, self._settings.load_failure_policy
         if transfer.kv_load_failure_policy != policy:
             # vLLM's default is to fail the request, and nothing tells a default from what an operator has set.
@@ -137,7 +137,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def _scheduler(self) -> SchedulerHalf:
         assert isinstance(self._half, SchedulerHalf), "this connector was made for a worker"
-        self._link.advance()  # at any time: requests are taken as they come
+        self._link.advance()  # the scheduler's half may be connected at any time, as it takes requests as they come
         return self._half
 
     @property
@@ -149,7 +149,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No: a store that is dropped only costs a later miss."""
+        """False: a store that is dropped only costs a later miss."""
         return False
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -158,7 +158,6 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Stats from another process."""
         return KVDepotStats(data=data or {})
 
     @classmethod
@@ -169,7 +168,6 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        """The metrics `vllm:kvdepot_*`."""
         return KVDepotMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
@@ -192,7 +190,6 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.holds.is_any_held
 
     def on_new_request(self, request: Request) -> None:
-        """Look the prompt up."""
         # vLLM's scheduler ends prefill steps at this size. An engine core in a process of its own completes its
         # configuration a second time when it has started (EngineCoreProc._perform_handshakes), which on CPUs resets
         # the size to the platform's default: vLLM itself would cache states for other positions than their blocks'.
@@ -215,16 +212,16 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """True if a worker may still be storing the request's blocks; it reports the id when it is done. And what the
-        request got from the depot, for its response (hints.py)."""
+        """True if a worker may still be storing the request's blocks; it reports the id when it is done. Also returns
+        what the request got from the depot, for its response (hints.py)."""
         return self._scheduler.request_finished(request, block_ids)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished_all_groups`; MultiConnector may call this one."""
+        """The same as `request_finished_all_groups`, under the name that MultiConnector may call."""
         return self._scheduler.request_finished(request, (block_ids,))
 
     def reset_cache(self) -> bool | None:
-        """Forget all chunks of this model, whose weights may differ from those on disk now; share none from here on.
+        """Forget all chunks of this model, whose weights may now differ from the files; store under a private name.
 
         False if chunks may remain. Blocks 30 s at most.
         """
@@ -234,7 +231,6 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _orders(self) -> Orders:
-        """The orders of the current step."""
         orders = self._get_connector_metadata()
         assert isinstance(orders, Orders)
         return orders
@@ -243,8 +239,8 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Describe the paged KV, test this worker's copies on it, and connect to the server, if it is there; waits 5 s
         for it at most.
 
-        Random bytes go both ways before anything else does (devices/self_test.py), so that code which has never met
-        this device cannot serve a wrong byte. If they differ, or the KV cannot be described, this engine runs uncached.
+        Random bytes go both ways first (devices/self_test.py), so that code which was never tested on this device
+        cannot serve a wrong byte. If they come back changed, or the KV cannot be described, this engine runs uncached.
         """
         self._kv_caches = kv_caches
         layouts: list[Layout] = []
@@ -274,7 +270,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.use_blocks(blocks, speed)
 
     def _run_uncached(self, why: KVDepotError) -> None:
-        """Go on without a cache, as this engine would without kvdepot. Raises `why` if it must have one."""
+        """Go on without a cache. Raises `why` if the settings require a server."""
         if self._settings.required:
             raise why
         self._worker.fault = str(why)
@@ -282,7 +278,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Yes; vLLM 0.33 asks. Versions that do not ask do not say when the KV's memory goes: see identity.py."""
+        """True: vLLM 0.33 asks, and says when the KV's memory goes. For other versions see identity.py."""
         return True
 
     def unregister_kv_caches(self) -> None:
@@ -294,7 +290,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker.is_connected:
             self._worker.unregister()
         else:
-            self._link.close()  # or it would register what has no memory
+            self._link.close()  # or its thread would register KV without memory
 
     def restore_kv_caches(self) -> None:
         """vLLM 0.33, once there is memory again behind the KV's addresses. Safe twice; blocks 30 s at most.
@@ -309,7 +305,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
                 self._open(self._process.describe_kv(self._kv_caches))
                 self._worker.register()
             else:
-                self._settings = replace(self._settings, required=False)  # or its link would not go on trying
+                self._settings = replace(self._settings, required=False)  # or its link would stop trying
                 self._link = self._link_worker()
                 self.register_kv_caches(self._kv_caches)
         except (Unavailable, DeadlineExceeded) as exc:
@@ -321,13 +317,13 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls it before each step computes, with or without preemptions."""
         assert isinstance(kv_connector_metadata, Orders)
-        self._link.advance()  # here alone: what begins in a step ends connected, or not, as it began
+        self._link.advance()  # only here, so that a worker is connected for a whole step or not at all
         if kv_connector_metadata.model != self._process.model and self._worker.is_connected:
             self._disagree(kv_connector_metadata.model)
         self._worker.give_up_preempted(kv_connector_metadata)
         self._worker.map_arena()
         self._worker.store(kv_connector_metadata)
-        if kv_connector_metadata.loads_early:  # so that most end within this step
+        if kv_connector_metadata.loads_early:  # so that most loads end within this step
             self._worker.start_loads(kv_connector_metadata)
 
     def _disagree(self, scheduler: str) -> None:
@@ -343,7 +339,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         )  # fmt: skip
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Copy what the step needs: vLLM calls it before the step computes then, and otherwise at any time."""
+        """Copy the step's small loads. vLLM calls it before a step computes that has any; otherwise at any time."""
         self._worker.copy_loads(self._orders)
         if not self._orders.loads_early:
             self._worker.start_loads(self._orders)
@@ -355,7 +351,7 @@ class KVDepotConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to do: chunks are stored with all their layers, before the next step."""
 
     def wait_for_save(self) -> None:
-        """Nothing to do: what earlier steps computed was sent before this one, and waits for nothing."""
+        """Nothing to do: stores of earlier steps were submitted before this step, which waits for none of them."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """The stores and loads that have ended. vLLM calls it after the step has computed, before it asks for blocks

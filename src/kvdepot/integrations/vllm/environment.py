@@ -1,12 +1,12 @@
 """The surroundings of an engine that may change its KV: environment variables, the processor, and code of others.
 
-Used by identity.py (and, for the processor, by lmcache/). All of vLLM's variables are identity, except those
-that are listed here with a reason. Only variables that are set are described: what an unset one stands for is its
-release's own (`KV_FORMATS` in versions.py), so that releases that add variables share with those before.
+Used by identity.py (and, for the processor, by lmcache/). All of vLLM's variables are identity, except those that are
+listed here with a reason. Only variables that are set are described: the default of an unset one belongs to vLLM's
+release (`KV_FORMATS` in versions.py), so that a release that adds variables shares KV with earlier releases.
 
-Code of others is plugins, workers, and models that are registered elsewhere; vLLM's own is described by the release's
-KV format, code in a model's folder by the model's files. Invariant: code is described by the contents of its package's
-files, as a version may stay the same while they change (an editable install).
+Code of others: plugins, workers, and models that are registered elsewhere. vLLM's own code is described by the
+release's KV format, and code in a model's folder by the model's files. Invariant: code is described by the contents of
+its package's files, as a version may stay the same while they change (an editable install).
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ _LEFT_OUT = (
     "VLLM_CPU_MOE_PREPACK", "VLLM_MEDIA_CONNECTOR", "VLLM_TEST_FORCE_LOAD_FORMAT", "VLLM_VIDEO_LOADER_BACKEND",
     "VLLM_ZENTORCH_WEIGHT_PREPACK",
 )  # fmt: skip
-"""vLLM leaves them out of `compile_factors()`, but they change what is loaded, decoded or computed."""
+"""Variables that vLLM leaves out of `compile_factors()`, although they change what is loaded, decoded or computed."""
 _OF_LIBRARIES = ("NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
-"""The precision of products: of cuBLAS and cuDNN, oneDNN, and PyTorch."""
+"""Variables of cuBLAS and cuDNN, of oneDNN, and of PyTorch that set the precision of products."""
 
 
 def describe_environment() -> dict[str, str]:
@@ -144,8 +144,8 @@ def platform_facts() -> list[str]:
 _GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
 """Plugins that vLLM loads in its workers."""
 _KNOWN = ("", "auto", "kvdepot", "transformers_modules", "vllm")
-"""Packages whose code is known: we, and vLLM's resolvers of LoRA adapters, compute no KV; a model's folder is described
-by its files; "auto" is a worker of vLLM's."""
+"""Packages whose code needs no digest: ours and vLLM's resolvers of LoRA adapters compute no KV, code in a model's
+folder is described with the model's files, and "auto" is a worker class of vLLM."""
 
 
 def describe_code(vllm_config: VllmConfig, models: Sequence[ModelConfig]) -> list[list[str]]:
@@ -174,7 +174,7 @@ def _model(model: ModelConfig) -> str:
     cls = getattr(registered, "model_cls", None)
     module = str(getattr(registered, "module_name", "") or getattr(cls, "__module__", ""))
     if module.startswith("vllm.model_executor.models.transformers"):
-        return f"transformers:{model.architecture}"  # a frame of vLLM's around that library's model
+        return f"transformers:{model.architecture}"  # vLLM's wrapper around a model of transformers
     return f"{module}:{model.architecture}"
 
 
@@ -206,10 +206,9 @@ def _digest(package: str) -> str:
 
 
 def _places(package: str) -> list[Path]:
-    """A package's folders, or a module's file."""
     try:
         spec = importlib.util.find_spec(package)
-    except ValueError:  # the program itself
+    except ValueError:  # a module without a spec: the program itself
         return [Path(file)] if (file := getattr(sys.modules[package], "__file__", None)) else []
     if spec is None:
         return []

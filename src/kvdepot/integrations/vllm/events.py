@@ -40,7 +40,7 @@ class Descriptions:
 
     def found(self, request: Request, chain: ChunkChain, found: int) -> None:
         """A lookup found the first `found` chunks of a prompt."""
-        first = 0  # perhaps stored by an engine that describes none
+        first = 0  # an engine that describes no chunks may have stored these
         while first < found and chain.slice(first, first + 1) in self._described:
             first += 1
         self.ordered(request, chain, range(first, found))

@@ -2,9 +2,8 @@
 
 Used by identity.py and lmcache/connector.py. Engines that differ in a field not listed here do not share KV, so a field
 that a new version of vLLM adds costs hits, but never causes wrong bytes. List a field in `HARMLESS` only if it is known
-to change no KV byte beyond the rounding that the composition of batches causes anyway; and in `NEUTRAL`, so that
-releases with and without it share, only with a value that was seen, in the releases' sources, to mean what releases
-without the field do.
+to change no KV byte beyond the rounding that the composition of batches causes anyway. `NEUTRAL` lets releases with and
+without a field share KV: list a field there only with a value for which the sources of both were seen to do the same.
 """
 
 from __future__ import annotations
@@ -212,9 +211,9 @@ NEUTRAL: dict[str, dict[str, tuple[object, str]]] = {
         "fly_entropy_top_k": (3, "since 0.33: which drafts are accepted; tokens are part of a chunk's hash"),
     },
 }
-"""Fields that not all releases have that are served (versions.py), by the class that declares them: each with the value
-at which it does what releases without it do, and why. With that value a field is left out, so that an upgrade of vLLM
-keeps its cache; with any other it is identity. Values are as described, in JSON."""
+"""Fields that only some of the served releases have (versions.py), by the class that declares them: each with the value
+at which vLLM does the same as releases without the field, and the reason. With that value, a field is left out, so that
+an upgrade of vLLM keeps its cache; with any other value it is identity. Values are as described, in JSON."""
 
 _OF_TRANSFORMERS = {name for names in HARMLESS["PreTrainedConfig"].values() for name in names}
 _MAX_DEPTH = 12
@@ -230,10 +229,10 @@ def describe_config(config: object, revision: str = "") -> object:
 
 
 def _describe_bound(bound: partial[Any], inner: Callable[[object, object], object]) -> object:
-    """A function with arguments that are bound to it; as itself, where those are its own defaults."""
+    """Describe a function with bound arguments; like the function itself if the arguments are its own defaults."""
     function = inner("func", bound.func)
     own: dict[str, object] = {}
-    with suppress(ValueError, TypeError):  # of a function that is built in
+    with suppress(ValueError, TypeError):  # raised for built-in functions
         own = {name: each.default for name, each in signature(bound.func).parameters.items()}
     keywords = {name: item for name, item in bound.keywords.items() if item != own.get(name, Parameter.empty)}
     if not bound.args and not keywords:
@@ -258,7 +257,7 @@ def _describe(value: object, path: str, revision: str, depth: int) -> object:
         case type():
             return f"{value.__module__}.{value.__qualname__}"
         case FunctionType() if value.__module__.startswith("vllm.") and value.__closure__ is None:
-            return f"{value.__module__}.{value.__qualname__}"  # vLLM's own, such as a draft model's `hf_overrides`
+            return f"{value.__module__}.{value.__qualname__}"  # of vLLM, such as a draft model's `hf_overrides`
         case partial():
             return _describe_bound(value, inner)
         case Mapping():
@@ -301,10 +300,10 @@ def _fields(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _without(names: Set[str], value: object) -> object:
-    """A configuration's dictionary without these keys, and so all dictionaries nested in it.
+    """A configuration's dictionary without these keys, also in all dictionaries nested in it.
 
-    Nor with keys that are None: releases of transformers differ in which unset attributes they list. `hf_overrides`,
-    which may set one to None, are described themselves.
+    Keys whose value is None are left out, too: releases of transformers differ in the unset attributes that they list.
+    `hf_overrides`, which may set an attribute to None, are described by themselves.
     """
     if isinstance(value, Mapping):
         return {key: _without(names, item) for key, item in value.items() if key not in names and item is not None}

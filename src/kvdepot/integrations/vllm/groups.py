@@ -45,15 +45,15 @@ if TYPE_CHECKING:
 
 _ALL = (FullAttentionSpec, MLAAttentionSpec)
 _WINDOWS = (SlidingWindowSpec, SlidingWindowMLASpec)
-"""The classes themselves: what a class derived from one of them needs is not known."""
+"""Exactly these classes: what a class derived from one of them needs to be resumed is not known."""
 
 
 class CacheGroup(NamedTuple):
     """One KV cache group that is stored and loaded.
 
-    number: its place in vLLM's list, and in vLLM's block ids. window: the tokens before a boundary that resuming there
-    needs; 0: all. local_chunk: of chunked local attention, in tokens; otherwise 0. is_state: it is one state, in one
-    block.
+    number: its place in vLLM's list, and in vLLM's block ids. window: number of tokens before a boundary that resuming
+    there needs; 0: all. local_chunk: tokens per chunk of chunked local attention; otherwise 0. is_state: whether the
+    group is one state, in one block.
     """
 
     number: int
@@ -66,18 +66,18 @@ class CacheGroup(NamedTuple):
 
     @property
     def is_bounded(self) -> bool:
-        """Whether resuming needs only some of it."""
+        """Whether resuming needs only some of the group's tokens."""
         return bool(self.window or self.local_chunk or self.is_state)
 
     def fit(self, chunk_tokens: int) -> GroupSpec:
         """Its reach and stored blocks per chunk, with chunks of this many tokens.
 
-        Of a window that is shorter than a chunk only the blocks are stored that it needs, the last of each chunk.
+        If the window is shorter than a chunk, only the last blocks of each chunk are stored, which the window needs.
         """
         if self.is_state:
             return GroupSpec(1, 1)
         window, span = self.window, chunk_tokens // self.block_tokens
-        if self.local_chunk:  # at most this many tokens of a local chunk are before the end of one of our chunks
+        if self.local_chunk:  # the most tokens of a local chunk that lie before the end of one of our chunks
             window = max(1, self.local_chunk - math.gcd(self.local_chunk, chunk_tokens))
         if not window:
             return GroupSpec(0, span)
@@ -161,7 +161,7 @@ def hit_alignment(kv_cache_config: KVCacheConfig, dcp_size: int = 1) -> int:
 
 
 def fit_groups(groups: Sequence[CacheGroup], spec: ShardSpec) -> ShardSpec:
-    """The spec with these groups of its model; one group, all of which is needed, is a spec without groups."""
+    """The spec with these groups of its model; without groups if there is only one, of which all tokens are needed."""
     fitted = tuple(group.fit(spec.chunk_tokens) for group in groups)
     if len(fitted) == 1 and not fitted[0].reach:
         return replace(spec, blocks_in_chunk=fitted[0].blocks_in_chunk)
@@ -178,15 +178,15 @@ def describe_groups(kv_cache_config: KVCacheConfig) -> list[str]:
         spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
         size = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
         if isinstance(spec, FullAttentionSpec):
-            size = None  # all tokens are kept, whatever a layer looks at
+            size = None  # vLLM keeps all tokens, however few a layer attends to
         replay = " replayed" if getattr(spec, "bounded_replay", False) else ""  # 0.31 and later
         described.append(f"{type(spec).__name__} {group.kv_cache_spec.block_size} {size}{replay}")
     return described
 
 
 def holds_plain_numbers(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether all of it is keys and values (or MLA's latent vectors) in 16 or 32 bits, which every release of vLLM
-    writes alike. It packs and scales quantized KV otherwise in almost every release, and kernels change states."""
+    """Whether all KV is keys and values (or MLA's latent vectors) in 16 or 32 bits, which every release of vLLM writes
+    alike. Almost every release packs and scales quantized KV in another way, and kernels change states."""
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
     return all(
         isinstance(spec, AttentionSpec)

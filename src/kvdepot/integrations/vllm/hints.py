@@ -7,11 +7,11 @@ concerns leases. Keys and actions of other names belong to others and are left a
 Every sender of requests can send hints, so they are bounded (`Limits`), and a session belongs to the cache salt of
 its requests: no request can end or replace the lease of a session of another salt.
 
-What a request got from the depot comes back under the same key. vLLM puts what a connector returns when a request has
-finished into the `kv_transfer_params` of the request's output, and its server into those of an answer that is not
+What a request got from the depot comes back under the same key. vLLM puts what a connector returns for a finished
+request into the `kv_transfer_params` of the request's output, and vLLM's server puts these into an answer that is not
 streamed. Below MultiConnector, vLLM merges what several connectors return, and ends the engine if two of them return
-one key. A proxy of separate prefill and decode engines sends what the first engine returns to the second one, in place
-of what the client had sent. So the hints come back beside the result, with the bounds that stood beside them.
+one key. A proxy of separate prefill and decode engines sends the params that the prefill engine returns to the decode
+engine, in place of the client's. So the hints and their bounds come back beside the result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _VERSION = "1"
 _MOST_NAME = 200
 _EXPIRING = "/expire"
 _SALT_HEX = 16
-"""Hexadecimal digits of its salt's tag in a session's name: enough that no other salt with the same can be found."""
+"""Hexadecimal digits of the salt's tag in a session's name: so many that nobody finds another salt with them."""
 _SALTED = re.compile(rf"@[0-9a-f]{{{_SALT_HEX}}}")
 """The end of the names of sessions with a cache salt."""
 
@@ -112,10 +112,10 @@ class Hint(NamedTuple):
 class Hints(NamedTuple):
     """All that a request asks for.
 
-    leases: of its chunks, when it has finished; those of the kind `prefetch`, when it arrives. releases: names of
-    leases that end when it has finished, with the removal of their chunks and of the request's own. most_stored: store
-    none of its tokens after this many; None: all that are computed. most_loaded: load no token of its prompt after this
-    many; None: all that is found.
+    leases: leases of its chunks, which begin when it has finished, or when it arrives if their kind is `prefetch`.
+    releases: names of leases that end when it has finished; their chunks and the request's own are removed.
+    most_stored: number of its first tokens that may be stored; None: all. most_loaded: number of its prompt's first
+    tokens that may be loaded; None: all.
     """
 
     leases: tuple[Hint, ...] = ()
@@ -125,7 +125,6 @@ class Hints(NamedTuple):
 
     @property
     def stores(self) -> bool:
-        """Whether anything of the request is stored."""
         return self.most_stored != 0
 
     def stored(self, tokens: int) -> int:
@@ -154,7 +153,7 @@ class Limits(NamedTuple):
 def read_hints(request: Request, limits: Limits) -> tuple[Hints, str]:
     """A request's hints, within the limits, and why they are refused; empty if they are not. Raises nothing.
 
-    Of refused hints, one remains: if `store` is there and is not true, the request is not stored.
+    One hint has an effect even if the hints are refused: if `store` is there and is not true, nothing is stored.
     """
     params = request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
     given, bounds = params.get(KEY), {name: params[name] for name in _Bounds.__struct_fields__ if name in params}
@@ -195,7 +194,7 @@ def _of_params(params: _Params, request: Request) -> Hints:
 
 
 def _bounded(hints: Hints, bounds: _Bounds) -> Hints:
-    """The hints with the smaller of their bounds and these."""
+    """The hints with the smaller of their own bounds and `bounds`."""
     stored = [most for most in (hints.most_stored, bounds.max_offload_tokens) if most is not None]
     loaded = [most for most in (hints.most_loaded, bounds.max_load_tokens) if most is not None]
     return hints._replace(most_stored=min(stored, default=None), most_loaded=min(loaded, default=None))
@@ -236,13 +235,13 @@ def _name(session: str | None, request: Request, what: str) -> str:
 
 
 def _expiring(name: str) -> str:
-    """The name of the lease of the kind `expire`: it exists beside the one that retains."""
+    """The name of a session's lease of the kind `expire`, which exists beside the lease that retains."""
     return name + _EXPIRING
 
 
 def response_params(request: Request, reuse: Reuse | None, read: Hints) -> ResponseParams | None:
-    """The params of a finished request's output. None: of one that was never scheduled with an answer of the depot, or
-    if another connector of ours, of another server, has returned its own. read: the request's hints, as understood."""
+    """The params of a finished request's output. None: the request was never scheduled with an answer of the depot, or
+    another connector of ours, for another server, has returned its own params. read: the request's hints."""
     if reuse is None or hasattr(request, _TOLD):
         return None
     setattr(request, _TOLD, True)

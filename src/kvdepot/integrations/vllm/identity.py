@@ -7,8 +7,8 @@ digest is kept in `instance_id`, a random name that vLLM gives each VllmConfig a
 Rejected: an attribute of its own (vLLM copies configurations by their fields and refuses others), and a key of
 `kv_connector_extra_config` (a user may give one KVTransferConfig to two engines).
 
-process.py asks for the name (`identify`) in the scheduler and in every worker when a connector is made. What differs
-between requests is in lora.py and requests.py.
+process.py asks for the name (`identify`) in the scheduler and in every worker when a connector is made. Facts that
+differ between requests are in lora.py and requests.py.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ if TYPE_CHECKING:
 log = init_logger(__name__)
 
 _WEIGHTS = {".bin", ".gguf", ".pt", ".pth", ".safetensors"}
-"""Files beside a tokenizer that it does not consist of."""
+"""Suffixes of files that may lie beside a tokenizer and are no part of it."""
 _NOTE = re.compile(r"-kvdepot-([0-9a-f]{32})-([0-9]+)-([0-9]+)-([0-9a-f]{32})((?:-[0-9a-f]{16})*)")
 
 
 class Note(NamedTuple):
-    """The facts that `note_facts` adds to a configuration, equal in all processes of an engine; without them, its
-    executor is not one of vLLM's.
+    """The facts that `note_facts` adds to a configuration, equal in all processes of an engine. They are missing if the
+    engine's executor is not one of vLLM's.
 
-    digest: of the engine's description. since: the Unix time at which the engine had read no file yet; 0.0: not known.
-    token_bytes: the KV of a token on one rank, about; 0: not known. start: as of `_describe_start`. weights: the first
-    digits of the digests of weights that were there before any process loaded them; see `find_weights`.
+    digest: of the engine's description. since: a Unix time before the engine read any file; 0.0: not known.
+    token_bytes: approximate bytes of KV of a token on one rank; 0: not known. start: see `_describe_start`. weights:
+    the first digits of the digests of weights that were there before any process loaded them; see `find_weights`.
     """
 
     digest: str = ""
@@ -86,7 +86,6 @@ def note_facts(vllm_config: VllmConfig) -> None:
 
 
 def read_note(vllm_config: VllmConfig) -> Note:
-    """The facts that `note_facts` has noted in a configuration."""
     found = _NOTE.search(vllm_config.instance_id)
     if found is None:
         return Note()
@@ -94,9 +93,11 @@ def read_note(vllm_config: VllmConfig) -> Note:
 
 
 def _estimate_token_bytes(vllm_config: VllmConfig) -> int:
-    """The KV of a token on one rank, as if all layers kept keys and values of each token; 0 if a model does not say.
+    """Bytes of KV of a token on one rank, as if all layers kept keys and values of each token; 0: the model does not
+    say.
 
-    The specs of vLLM's KV cache would be exact, but with pipeline parallelism each process sees those of its layers.
+    The specs of vLLM's KV cache would be exact, but with pipeline parallelism each process sees only its own layers'
+    specs.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     is_quantized = vllm_config.cache_config.cache_dtype.startswith(("fp8", "int8"))
@@ -112,7 +113,7 @@ def _estimate_token_bytes(vllm_config: VllmConfig) -> int:
 
 
 def _digests(vllm_config: VllmConfig) -> list[str]:
-    """The digests of the weights that are there; what is to be downloaded is not."""
+    """The digests of the weights that are on this host already; weights that are still to be downloaded have none."""
     try:
         paths = [(*path, load) for model, load in _models_of(vllm_config) for path in _paths(model, load)]
     except ConfigError:
@@ -122,8 +123,8 @@ def _digests(vllm_config: VllmConfig) -> list[str]:
 
 
 def _describe_start(vllm_config: VllmConfig) -> str:
-    """A digest of what else may change KV on this host: the command, vLLM's package, and what people can read; random
-    for a program that is not in a file."""
+    """A digest of other facts that may change KV on this host: the command, vLLM's package, and `describe_facts`. It is
+    random for a program that is not in a file."""
     program, package = Path(sys.argv[0]), Path(str(vllm.__file__))
     if not program.is_file():
         return secrets.token_hex(16)
@@ -135,9 +136,9 @@ def _describe_start(vllm_config: VllmConfig) -> str:
 def name_writer(vllm_config: VllmConfig, files: str) -> str:
     """The name under which an engine stores: a digest, and what people call it. Equal in all its processes.
 
-    Engines of one name compute the same as far as a host can know, as an engine does that is started again. files: a
-    digest of where the engine's files are on this host. If it is empty, or the engine is on several hosts, the name is
-    that of this start alone.
+    Engines of one name compute the same KV as far as a host can know; an engine that is started again keeps its name.
+    files: a digest of the paths of the engine's files on this host. If `files` is empty, or the engine is on several
+    hosts, the name is new at each start.
     """
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     is_here = parallel.nnodes == 1 and parallel.distributed_executor_backend != "ray"
@@ -180,7 +181,7 @@ def _tokenizer(model: ModelConfig) -> list[str | None]:
     """
     is_own = model.tokenizer in (None, model.model) and model.tokenizer_revision in (None, model.revision)
     if is_own and "engram" not in str(model.hf_config.to_dict()).lower():
-        return []  # of models with images and sounds, the description of their own files has it
+        return []  # for models with images and sounds, the tokenizer is described with their own files
     place = Path(model.tokenizer).expanduser()
     if not place.exists():
         return [model.tokenizer, model.tokenizer_revision]
@@ -203,12 +204,12 @@ _LOCAL_FORMATS = {
 }  # fmt: skip
 """Load formats that read only the model's own folder."""
 _OLD_FORMATS = {"pt", "npcache"}
-"""Local formats that read what the others leave aside where safetensors lie beside it."""
+"""Local formats that read files which the other formats ignore where safetensors lie beside them."""
 _TOWERS = {"ultravox": ("audio_model_id", "text_model_id")}
 """Fields of models' configurations that name repositories with more of their weights."""
 _SPECULATION = {"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3", "mtp"}
-"""Methods without KV of their own (medusa and mlp_speculator exist before vLLM 0.33); and those whose KV at a position
-depends on the tokens up to it, or as many after it as vLLM's `num_prefill_lookahead_tokens` says."""
+"""Methods of speculation that are served: those without KV of their own (medusa and mlp_speculator exist before vLLM
+0.33), and those whose KV at a position depends only on tokens up to `num_prefill_lookahead_tokens` behind it."""
 
 
 def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -245,7 +246,7 @@ def refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 
 class NamedEngine(NamedTuple):
-    """The name of an engine's namespace, and a digest of where its files are on this host; empty: not known."""
+    """The name of an engine's namespace, and a digest of the paths of its files on this host; empty: not known."""
 
     namespace: str
     files: str = ""
@@ -256,7 +257,7 @@ def identify(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_re
 
     Equal in the scheduler and every worker, and after a restart with the same weights and configuration. Reads the
     model's files: call it once the weights have been loaded. Raises ConfigError for versions that it cannot identify,
-    unless weights_revision names them; it is added to what can be identified.
+    unless weights_revision names them; weights_revision is added to the facts that can be identified.
     """
     weights = [_weights_or_name(vllm_config, model, weights_revision) for model in _models_of(vllm_config)]
     facts = {
@@ -264,7 +265,7 @@ def identify(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_re
         "engine": read_note(vllm_config).digest or describe_engine(vllm_config, weights_revision),
         "platform": platform_facts(),
         "groups": describe_groups(kv_cache_config),
-        "layout": vllm_config.cache_config.kv_cache_layout,  # vLLM settles it after `note_facts`
+        "layout": vllm_config.cache_config.kv_cache_layout,  # vLLM settles the layout after `note_facts`
         "weights": [named for named, _ in weights],
         "revision": weights_revision,
     }
@@ -278,8 +279,8 @@ def identify(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weights_re
 def _weights_or_name(
     vllm_config: VllmConfig, model: tuple[ModelConfig, LoadConfig], revision: str
 ) -> tuple[list[str], list[str]]:
-    """Facts of a model's weights, and where they are; where nothing can be known, their name, if the user has named
-    their version, and nothing."""
+    """Facts of a model's weights, and their paths. If nothing can be known of the weights and the user has named their
+    version: their name, and no paths."""
     try:
         return _weights(vllm_config, *model)
     except ConfigError:
@@ -289,7 +290,7 @@ def _weights_or_name(
 
 
 def _format(kv_cache_config: KVCacheConfig) -> list[str]:
-    """Our number for what vLLM's code alone decides about KV, and, where that may change unseen, the release itself."""
+    """Our number for vLLM's format of KV (versions.py) and, if the format may change unnoticed, vLLM's release."""
     release = installed_release()
     facts = [f"format {KV_FORMATS[release]}"]
     is_known = current_platform.is_cuda() or current_platform.is_cpu()
@@ -326,7 +327,7 @@ def _paths(model: ModelConfig, load: LoadConfig) -> list[tuple[str, str | None, 
 
 
 def _weights(vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig) -> tuple[list[str], list[str]]:
-    """Facts that identify the version of a model's weights, and of the code and scales with them; and where they are on
+    """Facts that identify the version of a model's weights, and of the code and scales with them; and their paths on
     this host."""
     noted, facts, places = read_note(vllm_config), [], []
     since = noted.since or loaded_since()  # equal in all processes, or they would disagree

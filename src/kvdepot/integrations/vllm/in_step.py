@@ -1,11 +1,11 @@
 """Small loads within the step that computes the rest of the prompt: workers copy the chunks from the arena themselves.
 
-Used by scheduler.py and worker.py. A load by the lane costs a request one step, because vLLM schedules the request
-once the load has ended. vLLM can also load within a step, but cannot take that back once the next step is scheduled. So
-such a load must not fail. Invariant: once it is promised, nothing is asked of the server. A live one keeps the chunks
-for the request's session; and the scheduler uses their places in the arena (memory/arena_view.py) until the workers
-have copied them, so that the successor of a dead one gives that memory to nobody before. It learns that with the step's
-output, or at once from the only worker, if that runs in its process.
+Used by scheduler.py and worker.py. A load by the lane costs a request one step, because vLLM schedules the request once
+the load has ended. vLLM can also load within a step, but cannot take that back once the next step is scheduled. So such
+a load must not fail. Invariant: once the load is promised, nothing is asked of the server. A live server keeps the
+chunks for the request's session. The scheduler uses their places in the arena (memory/arena_view.py) until the workers
+have copied them, so that the successor of a dead server gives that memory to nobody before. The scheduler learns of the
+copies by the step's output, or at once if the only worker runs in its process.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _uses_by_request: dict[str, ExitStack] = {}
 
 
 class StepLoad(NamedTuple):
-    """Chunks that workers are to copy before the step computes. blocks: of all of them; the first `skip` are not
-    written. run: the server's, in whose arena they are. ranks: of each rank, the extents of its shards. size: bytes of
-    a shard."""
+    """Chunks that workers are to copy before the step computes. blocks: block ids of all chunks; the first `skip` are
+    not written. run: the run of the server in whose arena the chunks are. ranks: for each rank, the extents of its
+    shards. size: bytes of a shard."""
 
     request_id: str
     run: bytes
@@ -69,15 +69,15 @@ class StepLoads:
     """The scheduler's part: it decides which loads happen within a step."""
 
     def __init__(self, ranks: int) -> None:
-        """ranks: workers that load."""
+        """ranks: number of workers that load."""
         self._ranks = ranks
         self.folder = Path()
-        """The arena's, as the scheduler's client sees it."""
+        """The arena's folder, as the scheduler's client sees it."""
         self._mapped: dict[int, MappedArena] = {}
         self._view: ArenaView | None = None
-        self._promised = ExitStack()  # uses of the arena by the step that is being scheduled
+        self._promised = ExitStack()  # the arena's uses by the step that is being scheduled
         self._uses: dict[int, ExitStack] = {}  # by step, until its output is back
-        self._left = _STEP_BYTES  # of the step that is being scheduled
+        self._left = _STEP_BYTES  # bytes that the step being scheduled may still load
 
     @property
     def arena(self) -> MappedArena:
@@ -86,7 +86,6 @@ class StepLoads:
         return found.pop() if len(self._mapped) == self._ranks and len(found) == 1 else MappedArena()
 
     def mapped(self, ranks: dict[int, MappedArena]) -> None:
-        """Ranks have mapped an arena."""
         self._mapped |= ranks
 
     def has_room(self, found: Cached, first: int, end: int) -> bool:
@@ -110,18 +109,17 @@ class StepLoads:
                 self._view = ArenaView(self.folder, *arena[:2], mmap.ACCESS_READ)
             places = [place for rank in held.ranks for place in rank[first - held.first : end - held.first]]
             self._promised.enter_context(self._view.use(each for place in places for each in place.extents))
-        except (KVDepotError, OSError, ValueError):  # another server takes the arena over, or has
+        except (KVDepotError, OSError, ValueError):  # another server is taking the arena over, or has done so
             return False
         for place in places:
             if place.checksum and checksum(self._view.bytes, place.extents, held.size) != place.checksum:
-                return False  # the server finds that, too, and marks the chunk
+                return False  # a wrong checksum: the server finds it, too, and marks the chunk
         if self._view.withdrawals() != held.withdrawals:
             return False
         self._left -= (end - first) * held.size
         return True
 
     def built(self, step: int, loads: Sequence[StepLoad]) -> None:
-        """A step is scheduled, with these loads."""
         self._left = _STEP_BYTES
         if loads:
             self._uses[step] = self._promised.pop_all()
@@ -130,7 +128,6 @@ class StepLoads:
         self._promised.close()
 
     def ended(self, step: int) -> None:
-        """The output of a step is back."""
         for each in [each for each in self._uses if each <= step]:
             self._close(self._uses.pop(each))
 
@@ -149,10 +146,10 @@ class StepCopies:
     """A worker's part: it has mapped the arena."""
 
     def __init__(self, blocks: BlockMemory, arenas: Arenas) -> None:
-        """blocks: the paged KV of this process. arenas: those that it has mapped."""
+        """blocks: the paged KV of this process. arenas: the arenas that this process has mapped."""
         self.mapped = MappedArena()
         self._blocks, self._arenas = blocks, arenas
-        self._views: list[ArenaView] = []  # of this run and the one before, from which a step may still load
+        self._views: list[ArenaView] = []  # arenas of this run and of the run before, from which a step may still load
         self._tried = "", b""
 
     def follow(self, arena: tuple[str, bytes]) -> None:
@@ -164,12 +161,12 @@ class StepCopies:
             self._views = [*self._views[-1:], self._arenas.of(*arena)]
             self._blocks.follow(self._views[-1])
             self.mapped = MappedArena(*arena, self._blocks.layout.fingerprint)
-        except (KVDepotError, OSError, LookupError, RuntimeError, ValueError) as exc:  # such as no address space
+        except (KVDepotError, OSError, LookupError, RuntimeError, ValueError) as exc:  # or no address space
             log.info("kvdepot: small loads take a step of their own: %s", exc)
 
     def copy(self, load: StepLoad, rank: int) -> Operation:
-        """Copy the rank's shards into its blocks. Blocks until all bytes are there; on an accelerator, what is queued
-        next on its current stream waits for them."""
+        """Copy the rank's shards into its blocks. Blocks until all bytes are there; on an accelerator, work that is
+        queued next on the current stream waits for them."""
         began, places = time.monotonic(), load.ranks[rank]
         view = next(view for view in self._views if view.key[1] == load.run)
         ids = np.array(load.blocks, np.intp).reshape(len(places), -1)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = init_logger(__name__)
 
 _MOST_LOGGED = 16
-"""Different reasons that are logged: callers write them in part."""
+"""The most reasons that are logged: callers write parts of these texts, so their number has no other bound."""
 
 
 class RequestLeases:
@@ -39,7 +39,7 @@ class RequestLeases:
         self._depot = depot
         self._stats = stats
         self._removals: dict[str, list[wire.Request]] = {}  # by finished request whose stores have not ended
-        self._asked: deque[MessagingFuture[object]] = deque()  # in the order of their requests
+        self._asked: deque[MessagingFuture[object]] = deque()  # answers to come, in the order of their requests
         self._logged: set[str] = set()
 
     def read(self, request: Request) -> Hints:
@@ -95,12 +95,11 @@ class RequestLeases:
     # -- inside
 
     def _prompt(self, tracked: Tracked) -> bytes:
-        """The hashes of the request's prompt."""
         return self._hashes(tracked, tracked.request.num_prompt_tokens)
 
     def _whole(self, tracked: Tracked) -> bytes:
-        """The hashes of all that the request may have stored: its prompt and, if some were stored, its decoded tokens,
-        of which the last one was never computed."""
+        """The hashes of all chunks that the request may have stored: of its prompt and, if some were stored, of its
+        decoded tokens without the last, which was never computed."""
         request = tracked.request
         decoded = request.num_tokens - 1 if tracked.has_stored_output else 0
         return self._hashes(tracked, max(request.num_prompt_tokens, decoded))

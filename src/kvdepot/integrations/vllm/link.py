@@ -1,11 +1,12 @@
 """Connects an engine to its server, however late that comes. Owned by connector.py.
 
-A thread of its own waits for the server, learns its chunk size, and makes what the half needs, a worker's with its KV
-registered. (On the engine's own calls, a handshake would take several of them, and registering would stall all
-requests.) The engine's thread connects the half with `advance`. From then on the thread only watches the connection: it
-reads the client's socket now and then, because an idle engine does not, so that the client (client/connection.py) finds
-a server that has come back; and it starts a server again that engines start and that has crashed. Invariants: a half
-belongs to the engine's thread; after the start, nothing here waits on that thread or raises into it.
+A thread of its own waits for the server, learns its chunk size, and makes the objects that the half needs; for a
+worker, it registers the KV. (Within the engine's own calls, a handshake would take several calls, and registering would
+stall all requests.) The engine's thread connects the half with `advance`. From then on the thread only watches the
+connection: it reads the client's socket now and then, because an idle engine does not, so that the client
+(client/connection.py) finds a server that has come back; and it starts a server again that engines start and that has
+crashed. Invariants: a half belongs to the engine's thread; after the start, nothing here waits on that thread or raises
+into it.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ log = init_logger(__name__)
 
 _LOOK_S = 0.05
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.001, 0.1
-"""Between looks for an answer: a server that is there answers at once; for another, the engine's time is not wasted."""
+"""Pauses between looks for an answer, in seconds. They grow: a server that is there answers at once, and waiting for
+one that is not must not waste the engine's time."""
 _REGISTER_S = 30.0
 """A start waits this long for a server that has answered, and to which the KV is being registered."""
 _PAUSE_S = 5.0
-"""Between attempts after a failed one."""
+"""Pause in seconds after a failed attempt."""
 _WATCH_S, _SEEK_S = 0.25, 0.1
-"""Between looks at the connection: while there is one, and while there is none."""
+"""Seconds between looks at the connection: while there is one, and while there is none."""
 _LOST_S = 1.0
 """A server that is back within this time was not lost: requests wait that long for it (client/connection.py)."""
 _END_S = 5.0
@@ -58,10 +60,10 @@ class ServerLink:
         self._place = place
         self._client: OwnClient | None = None
         self._make: Callable[[Client], object] | None = None
-        self._made: object = None  # by the thread, which does not touch it any more
+        self._made: object = None  # made by the thread, which does not touch it any more
         self._is_connected = False
         self._error: KVDepotError | None = None  # of the last attempt
-        self._refusal: KVDepotError | None = None  # an error that is not passing
+        self._refusal: KVDepotError | None = None  # an error that no later attempt can cure
         self._logged: set[str] = set()
         self._settled = threading.Event()  # there is a half, or a refusal
         self._closing = threading.Event()
@@ -80,7 +82,7 @@ class ServerLink:
     # -- on the engine's thread
 
     def begin(self, make: Callable[[Client], object]) -> None:
-        """Connect, and make what the half needs with the client.
+        """Connect. make: makes the objects that the half needs, with the client.
 
         Waits 5 s at most for a server that is there or being started.
         Raises what a server refuses this engine for, and Unavailable without one if `kvdepot.required` is set.
@@ -111,7 +113,6 @@ class ServerLink:
         return server.is_running() if server is not None else required or is_taken(self._place.url)
 
     def _why(self) -> str:
-        """Why there is no connection."""
         if fault := self._place.fault():
             return fault
         if self._client is None or self._error is not None:
@@ -133,7 +134,7 @@ class ServerLink:
         """Close the connection, and the engine's own server. Safe twice; blocks some seconds at most."""
         self._closing.set()
         if self._client is not None and self._thread.is_alive() and not self._settled.is_set():
-            self._client.close()  # which fails what the thread waits for
+            self._client.close()  # ends the requests that the thread waits for
         if self._thread.ident is not None:
             self._thread.join(_END_S)
         self.advance()
@@ -157,7 +158,6 @@ class ServerLink:
             )
 
     def _connect(self) -> bool:
-        """Whether the half can be connected."""
         assert self._make is not None
         try:
             self._client = self._client or self._open()
@@ -201,7 +201,7 @@ class ServerLink:
             self._start_again()
 
     def _start_again(self) -> None:
-        """Start a server again that engines start and that has crashed: one process of an engine does."""
+        """Start the server again if it has crashed and engines start it. Called by one process of an engine."""
         if self._place.is_logged and self._place.start_again():
             log.info("kvdepot: the server at %s has crashed; started it again", self._place.url)
 

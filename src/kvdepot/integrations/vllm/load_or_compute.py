@@ -7,13 +7,13 @@ other n - m, and what it has behind them, once its load has ended and its turn t
     first token(m) = max(queue of the lanes + load of m, queue of the model) + computing the rest
     first token(0) =                                     queue of the model  + computing all of it
 
-`soonest` finds the m with the smallest sum. If the lanes take less time for a token than the model, that is n, or 0
-where their queue is long; otherwise it is as much as they bring while the model is busy with others, or 0 where that
-gains little. All times are measured: a worker reports what its lane has queued, and what it takes to load a block
-(`LaneTimes`); the speed of prefill is the engine's own (stats.py). Each request that vLLM schedules adds to one of the
-two queues before the next request of the same step is asked for. Invariants: without measurements everything is loaded;
-by these times, no request comes later than by computing alone, or by loading alone, by more than `MARGIN` and
-`LEAST_S`.
+`soonest` finds the m with the smallest sum. If the lanes take less time for a token than the model, m is n, or 0 where
+the queue of the lanes is long. Otherwise m is what the lanes load while the model is busy with other requests, or 0
+where that gains little. All times are measured: a worker reports the bytes that its lane has queued, and its time for a
+block (`LaneTimes`); the speed of prefill is the engine's own (stats.py). Each request that vLLM schedules adds to one
+of the two queues before the next request of the same step is asked for. Invariants: without measurements everything is
+loaded. By these times, no first token comes more than `MARGIN` and `LEAST_S` later than by computing alone or by
+loading alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MARGIN, LEAST_S = 0.05, 0.005
 """The machine that is faster for a token does all of a hit, unless another division brings the first token sooner by
-this share of its time, and by this many seconds: a choice within the noise of measurements waits for the slower one."""
+this share of its time and by this many seconds. Smaller gains are within the noise of the measurements."""
 _RETRY_S = 10.0
 """Seconds without a load after which a request that should compute everything tries the lanes again."""
 _MOST_TRIED = 0.05
@@ -40,8 +40,8 @@ _MOST_TRIED = 0.05
 
 
 class HitPart(NamedTuple):
-    """The prompt's first `tokens`, of which the engine's own cache may have some. in_step: whether the others are
-    loaded within the step that computes the rest (in_step.py)."""
+    """The prompt's first `tokens` tokens, some of which may be in the engine's own cache. in_step: whether the others
+    are loaded within the step that computes the rest of the prompt (in_step.py)."""
 
     tokens: int
     in_step: bool
@@ -50,8 +50,9 @@ class HitPart(NamedTuple):
 class Loadable(NamedTuple):
     """A hit behind the tokens that the engine's own cache has.
 
-    tokens: how many may be loaded. first, step: a load may end after `first` of them, and then after each `step`; with
-    a step of 0, all are loaded or none. rest: tokens of the prompt behind the hit, which are computed in any case.
+    tokens: number of tokens that may be loaded. first, step: a load may end after `first` tokens, and after each `step`
+    tokens more; step 0: all are loaded or none. rest: number of the prompt's tokens behind the hit, which are computed
+    in any case.
     """
 
     tokens: int
@@ -61,8 +62,8 @@ class Loadable(NamedTuple):
 
 
 class Times(NamedTuple):
-    """The times of the two machines, in seconds. lane_s, compute_s: until the slowest lane, and the model, have done
-    what is queued. load_s: loading the whole hit. token_s: computing one token."""
+    """The times of the two machines, in seconds. lane_s, compute_s: until the slowest lane, and the model, have worked
+    off their queues. load_s: to load the whole hit. token_s: to compute one token."""
 
     lane_s: float
     load_s: float
@@ -99,24 +100,23 @@ class LoadOrCompute:
     def __init__(self, prefill: PrefillSpeed) -> None:
         """prefill: the engine's measured speed of computing."""
         self._prefill = prefill
-        self._lanes: dict[int, LaneTimes] = {}  # by rank, as of `_reported_at`
+        self._lanes: dict[int, LaneTimes] = {}  # by rank, reported at `_reported_at`
         self._reported_at = time.monotonic()
         self._retry_at = self._reported_at + _RETRY_S
-        self._ordered: dict[int, Counter[int]] = {}  # blocks by group that no report counts yet, by step
+        self._ordered: dict[int, Counter[int]] = {}  # blocks of each group, by step, that no report counts yet
         self._prefilling: dict[str, Request] = {}  # scheduled requests whose prompts are not computed yet
-        self._new: list[Request] = []  # those that were scheduled since `_left` was counted
-        self._left: int | None = None  # tokens that they have left; None: not counted in this step
+        self._new: list[Request] = []  # requests that were scheduled since `_left` was counted
+        self._left: int | None = None  # tokens that `_prefilling` has left to compute; None: not counted in this step
 
     def __repr__(self) -> str:
         return f"<LoadOrCompute {self._prefill!r}, {len(self._prefilling)} compute, lanes {self._lanes}>"
 
     def connect(self, plan: GroupPlan, chunk_tokens: int) -> None:
-        """Learn how prompts are cut, before the first hit."""
         self._plan, self._chunk_tokens = plan, chunk_tokens
 
     def choose(self, request: Request, own: int, most: HitPart) -> HitPart:
-        """The part of a load to do. own: tokens that the engine's own cache has. most: what trust allows; its `in_step`
-        says whether it can happen within a step."""
+        """The part of a load to do. own: number of tokens that the engine's own cache has. most: the part that trust
+        allows; its `in_step` says whether the load can happen within a step."""
         size, speed, now = self._chunk_tokens, self._prefill.speed, time.monotonic()
         if most.tokens <= own or not speed or not self._lanes:
             return most
@@ -128,7 +128,7 @@ class LoadOrCompute:
         hit = Loadable(most.tokens - own, size - own % size, step, max(1, request.num_tokens - most.tokens))
         times = Times(lane_s, load_s, compute_s, 1 / speed)
         if most.in_step and soonest(hit, times._replace(lane_s=compute_s)) == hit.tokens:
-            return most  # the engine itself copies, once the request's turn to compute has come
+            return most  # the worker copies within the step, once the request's turn to compute has come
         loaded = soonest(hit, times)
         if loaded or now < self._retry_at:
             return HitPart(own + loaded, False)
@@ -138,7 +138,7 @@ class LoadOrCompute:
         return HitPart(own + loaded, False)
 
     def _left_tokens(self) -> int:
-        """Tokens that the model has to compute of what is scheduled: in steps under way, and of prompts behind them."""
+        """Tokens that the model still has to compute: in steps under way, and of scheduled prompts behind them."""
         new = self._prefilling.values() if self._left is None else self._new
         before = self._prefill.under_way if self._left is None else self._left
         self._left = before + sum(max(0, each.num_tokens - each.num_computed_tokens) for each in new)
@@ -146,7 +146,7 @@ class LoadOrCompute:
         return self._left
 
     def _queued_s(self, lane: LaneTimes, now: float) -> float:
-        """Seconds until a lane has loaded what it has been ordered to."""
+        """Seconds until a lane has done the loads that it was ordered."""
         ordered = sum(self._ordered.values(), Counter[int]())
         reported_s = max(0.0, lane.queued_s - (now - self._reported_at))
         return reported_s + lane.load_s([ordered[group] for group in range(len(lane.block_s))])
@@ -177,7 +177,7 @@ class LoadOrCompute:
         self._new, self._left = [], None
 
     def reported(self, report: WorkerReport) -> None:
-        """The output of a step is back, with what the workers' lanes have left."""
+        """The output of a step is back, with the times of the workers' lanes."""
         if report.lanes:
             self._lanes, self._reported_at = report.lanes, time.monotonic()
         self._ordered = {step: blocks for step, blocks in self._ordered.items() if step > report.step}

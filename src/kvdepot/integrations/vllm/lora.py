@@ -4,9 +4,9 @@ Used by scheduler.py. Workers load an adapter's files when a step needs them, on
 an eviction; the scheduler sees none of this. Invariant: KV is shared under the contents of files only if the engine
 cannot have read others.
 
-- Files last changed before this engine could load any (before its scheduler's process loaded our plugin) are what each
-  of its loads reads, as long as they do not change. They are checked when a request arrives, and again when a step has
-  ended, before its KV is stored: every load is between the two checks, or before the first.
+- Files last changed before this engine could load any (before its scheduler's process loaded our plugin) are the files
+  that each of its loads reads, as long as they do not change. They are checked when a request arrives, and again when a
+  step has ended, before its KV is stored: every load is between the two checks, or before the first.
 - Newer files may have been loaded with other contents before they were first seen here, and a hub name is resolved by
   the loader, over the network. KV of both is shared with no other engine, under a random name.
 - Files that changed after they were first seen: the engine may go on with the old ones, or load the new ones after an
@@ -41,15 +41,14 @@ log = logging.getLogger(__name__)
 
 _Parts: TypeAlias = "tuple[tuple[str, str], ...]"
 _MOST_OWNERS = 65536
-"""Keys of vLLM's own cache that are remembered, the last ones used. It has no blocks of a key for long that this many
-others have been used after."""
+"""Keys of vLLM's own cache that are remembered, the latest used. Once this many other keys were used after a key, that
+cache soon has no block of it any more."""
 _MARGIN_S = 2.0
 """Times of files come from a clock that may lag by some milliseconds."""
 _MOST = 65536
 """Adapters that are remembered; one that was forgotten is new when it is seen again."""
 _NO_MATTER = frozenset({"lora_name", "base_model_name", "lora_int_id", "lora_path", "load_inplace"})
-"""Fields of a LoRARequest that say how people name the adapter and how this engine finds and loads it, not what it
-is."""
+"""Fields of a LoRARequest that only say how people name the adapter and how this engine finds and loads it."""
 
 
 @dataclass
@@ -90,7 +89,7 @@ class Adapters:
     def _first_seen(self, lora: LoRARequest) -> _Seen:
         folder, is_sure = _resolve(lora.lora_path)
         if getattr(lora, "tensorizer_config_dict", None):
-            is_sure = False  # vLLM 0.30 loads it from the place that is named there
+            is_sure = False  # vLLM 0.30 loads the adapter from the place that this field names
         state = _state_of(folder)
         name = tuple((f"lora {field}", value) for field, value in _fields(lora))
         if folder is not None and state is not None and is_sure:
@@ -136,7 +135,7 @@ def _resolve(path: str) -> tuple[Path | None, bool]:
         return Path(path).absolute(), True
     if uses_modelscope():
         return None, False
-    from huggingface_hub import constants, try_to_load_from_cache  # vLLM has it
+    from huggingface_hub import constants, try_to_load_from_cache  # a dependency of vLLM
 
     found = try_to_load_from_cache(path, "adapter_config.json")
     return (Path(found).parent, constants.HF_HUB_OFFLINE) if isinstance(found, str) else (None, False)
@@ -145,10 +144,10 @@ def _resolve(path: str) -> tuple[Path | None, bool]:
 class Roots:
     """The parents of requests' first chunks, from their cache salt and LoRA adapter, and which requests have none.
 
-    vLLM's own prefix cache may hand a request blocks that another one computed. Its key says less than ours: up to vLLM
-    0.30 the name of an adapter, which may also be a salt, and since then its path, but never its files. So with
-    adapters, each of its keys must stand for one of ours as long as this engine runs, whether or not it has a server.
-    From the second one on, requests are not cached: they may read, and compute from, what belongs to the first.
+    vLLM's own prefix cache may hand a request blocks that another one computed. Its key says less than our root: up to
+    vLLM 0.30 the adapter's name, which may also be a salt, and since then the adapter's path, but never its files. So
+    with adapters, each key of vLLM must stand for one root as long as this engine runs, with or without a server.
+    Requests with a second root are not cached: they may read, and compute from, blocks of the first.
     """
 
     def __init__(self, vllm_config: VllmConfig, weights: NamedWeights) -> None:
@@ -179,7 +178,7 @@ class Roots:
         return None if adapter is None else salt + adapter
 
     def _is_owner(self, request: Request, parts: _Parts | None) -> bool:
-        """Whether all that vLLM's own cache has under this request's key was computed with these parts."""
+        """Whether all blocks that vLLM's own cache has under this request's key were computed with these parts."""
         if self._owners is None:
             return True
         key = generate_block_hash_extra_keys(request, 0, 1, 0)[0] or ()

@@ -23,8 +23,9 @@ or other items."""
 
 
 class Terms(NamedTuple):
-    """The terms on which a request computes what its lookup has found. first: the place of the first image or other
-    item, if the comparison is to prove prompts with items; tokens before that place prove nothing."""
+    """The terms on which chunks that a request computes are compared with chunks that its lookup has found. first: the
+    place of the prompt's first image or other item, if the comparison is to prove prompts with items; tokens before it
+    prove nothing."""
 
     scope: Scope
     compare: CompareTerms
@@ -40,19 +41,18 @@ class Compared(NamedTuple):
     writers: tuple[wire.WriterRun, ...] = ()
 
     def proves(self, limit: float) -> bool:
-        """Whether the rank has compared something, or knows no way to, and nothing differs by more than the limit."""
+        """Whether no chunk differs by more than the limit, and some were compared or are of no comparable type."""
         return bool(self.chunks or self.unknown) and self.worst <= limit
 
 
 class LaneTimes(NamedTuple):
-    """The times of a rank's lane, in seconds. queued_s: for the loads that it was ordered and has not ended. block_s:
-    for loading one block of each KV cache group."""
+    """The times of a rank's lane, in seconds. queued_s: for the loads that it was ordered and that have not ended.
+    block_s: to load one block of each KV cache group."""
 
     queued_s: float
     block_s: tuple[float, ...]
 
     def load_s(self, blocks: Sequence[int]) -> float:
-        """The time of loading this many blocks of each group."""
         return sum(number * took_s for number, took_s in zip(blocks, self.block_s, strict=True))
 
 
@@ -82,7 +82,7 @@ class Orders(KVConnectorMetadata):
     checks: dict[int, Check] = field(default_factory=dict)
     """Comparisons to begin before the stores, by number (trust.py)."""
     proofs: dict[int, Check] = field(default_factory=dict)
-    """Comparisons of what this step computes, which end within it; one without transfers proves nothing."""
+    """Comparisons of chunks that this step computes, which end within it; one without transfers proves nothing."""
     preempted: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
     """Finished requests whose blocks vLLM keeps until a worker reports them."""
@@ -95,7 +95,7 @@ class Orders(KVConnectorMetadata):
     loads_early: bool = False
     """Whether the loads may begin before the step computes."""
     step: int = 0
-    """Its number, which the report of its output repeats."""
+    """The step's number, which the report of its output repeats."""
 
 
 @dataclass
@@ -112,10 +112,9 @@ class WorkerReport(KVConnectorWorkerMetadata):
     lanes: dict[int, LaneTimes] = field(default_factory=dict)
     """The times of the lanes of ranks, this step's orders included."""
     fault: str = ""
-    """Why a worker can neither store nor load, so that this engine does not; empty: each can."""
+    """Why a worker can neither store nor load, so that the engine does neither; empty: all workers can."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Merge another worker's report into this one."""
         assert isinstance(other, WorkerReport)
         for step, ranks in other.ended.items():
             self.ended.setdefault(step, set()).update(ranks)

@@ -3,11 +3,11 @@
 connector.py calls it. Every release that is served (versions.py) settles the layout in the engine core, once, for all
 workers and KV cache groups; it is part of the namespace (identity.py).
 
-Shapes do not say who writes a block, and on a CPU what is written where: vLLM's CPU attention packs keys and values for
-an instruction set, and which one it takes, and how, is up to its code, under one name and with the same shapes (0.31
-changed it on ARM). So fixed keys and values are written into two spare blocks by the very function that writes the real
-ones, and a hash of what arrives there is part of the described type of elements: engines that differ in it do not
-share. vLLM's version is no part of it. Invariant: no byte of the engine's own KV is written.
+Shapes do not say which code writes a block or, on a CPU, in which order. vLLM's CPU attention packs keys and values for
+an instruction set that it chooses, under one name and with the same shapes. (0.31 changed it on ARM.) So fixed keys and
+values are written into two spare blocks by the very function that writes the real ones, and a hash of the bytes that
+arrive there is part of the described type of elements: engines with different hashes do not share KV. vLLM's version is
+no part of the hash. Invariant: no byte of the engine's own KV is written.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _LARGEST = 128
 def describe_paged_kv(
     vllm_config: VllmConfig, groups: Sequence[CacheGroup], kv_caches: dict[str, torch.Tensor], num_blocks: int
 ) -> list[Layout]:
-    """Describe the paged KV by KV cache group. num_blocks: that it has. Raises ConfigError, LayoutError."""
+    """Describe the paged KV by KV cache group. num_blocks: the number of blocks of each group. Raises ConfigError,
+    LayoutError."""
     writers = _describe_writers(vllm_config, kv_caches)
     numbers = {name: _number_types(vllm_config, name, cache, num_blocks) for name, cache in kv_caches.items()}
     return [describe_kv(_of_group(kv_caches, group), num_blocks, writers, numbers) for group in groups]
@@ -56,7 +57,7 @@ def _number_types(
     layer = vllm_config.compilation_config.static_forward_context.get(name)
     if hasattr(layer, "get_state_shape"):
         if vllm_config.speculative_config is not None:
-            return (("unknown", 0),)  # with room for drafts, where anything may be left
+            return (("unknown", 0),)  # blocks with room for drafts may hold leftovers of any type
         states = zip(layer.get_state_shape(), layer.get_state_dtype(), strict=True)
         parts = [(str(dtype).removeprefix("torch."), math.prod(shape) * dtype.itemsize) for shape, dtype in states]
         rest = cache[0].nbytes * cache.shape[0] // num_blocks - sum(size for _, size in parts)
@@ -109,7 +110,7 @@ def describe_kv(
 
 
 def _describe_writers(vllm_config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]) -> str:
-    """The attention backends, the shapes of states, and a hash of what is written on a CPU.
+    """The attention backends, the shapes of states and, on a CPU, a hash of the bytes that layers write.
 
     kv_caches: the rank's layers, as vLLM registers them. Equal on all ranks that hold the same KV, and after a restart.
     """
@@ -127,7 +128,7 @@ def _describe_writers(vllm_config: VllmConfig, kv_caches: Mapping[str, torch.Ten
 
 
 def _try_writing(name: str, layer: Any, dtype: torch.dtype) -> bytes:
-    """The bytes that the layer writes into spare blocks like its own.
+    """The bytes that the layer writes into spare blocks of the same form as its own.
 
     A layer that cannot be tried, for whatever reason, shares with no other release of vLLM.
     """

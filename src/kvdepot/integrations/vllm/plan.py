@@ -12,8 +12,8 @@ are stored where hits can end:
 - at every n-th chunk, for prompts that begin alike and go on differently;
 - where vLLM has seen an earlier prompt part from this one (the **junction**).
 
-A state is another thing: it is there only at the end of a step, and vLLM says in which block (`StateBlock`). Where vLLM
-offers those of all steps, the first behind every n-th chunk is stored, besides those at the ends.
+States differ: a state exists only for the end of a step, and vLLM says in which block (`StateBlock`). Where vLLM offers
+the states of all steps, the first state behind every n-th chunk is stored, besides the states at the ends.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ _SPACING, _SPACING_TOKENS = 16, 4096
 up to that many tokens again where prompts part; a shorter one stores more parts that only such prompts need
 (docs/decisions.md has the figures)."""
 _SPACING_REACHES = 4
-"""But at least this many times the reach of a group, so that at most every fourth of its parts is stored for it."""
+"""Boundaries are also at least this many reaches of a group apart: at most a fourth of its parts is stored for them."""
 
 
 class GroupBlocks(NamedTuple):
-    """The blocks of a group. table: the number of its table. span: blocks per chunk there. stored: how many of them are
-    stored, the last ones. reach: as in wire.Group. is_state: whether it is one state, in one block.
+    """The blocks of a group. table: the number of its table. span: blocks per chunk in that table. stored: how many
+    blocks of each chunk are stored, counted from its end. reach: see wire.Group. is_state: whether the group is one
+    state, in one block.
     """
 
     table: int
@@ -43,7 +44,7 @@ class GroupBlocks(NamedTuple):
 
 
 class StateBlock(NamedTuple):
-    """The block in which the state after this many tokens is, once the step is over. table: of its group."""
+    """The block that has the state after `tokens` tokens once the step is over. table: number of its group's table."""
 
     table: int
     block: int
@@ -65,10 +66,10 @@ class Piece(NamedTuple):
 class PlanRules(NamedTuple):
     """The ways in which an engine writes and offers blocks.
 
-    spacing: chunks between boundaries within a prompt; 0: the default. lookahead: tokens after a position on which the
-    KV of a drafter there depends. has_all_states: whether vLLM offers the states of all steps, not only of those that
-    it expects to be needed. holds_all: whether vLLM may write to any group's blocks before it says that their request
-    was preempted. has_drafts: whether steps compute tokens that may be rejected.
+    spacing: chunks between boundaries within a prompt; 0: the default. lookahead: number of tokens after a position on
+    which a drafter's KV at that position depends. has_all_states: whether vLLM offers the states of all steps, or only
+    of steps whose states it expects to be needed. holds_all: whether vLLM may write to any group's blocks before it
+    says that their request was preempted. has_drafts: whether steps compute tokens that may be rejected.
     """
 
     spacing: int = 0
@@ -88,7 +89,7 @@ class GroupPlan:
         self._spacing = rules.spacing or max(_SPACING, -(-_SPACING_TOKENS // chunk_tokens))
         self.is_bounded = any(group.reach for group in groups)
         self.is_plain = len(groups) == 1 and not self.is_bounded
-        """Whether a request can resume after each chunk, of which vLLM has one table of blocks."""
+        """Whether a request can resume after each chunk, and vLLM has one table of blocks for it."""
         self.has_tails = (
             any(group.is_state for group in groups)
             and all(group.span == 1 and (group.is_state or not group.reach) for group in groups)
@@ -99,22 +100,24 @@ class GroupPlan:
     def most_chunks(self, tokens: int) -> int:
         """The number of chunks of a prompt of this many tokens that may be loaded.
 
-        vLLM computes the last token of a prompt again even if all of it is loaded. In a bounded group, that needs one
-        more token before the boundary than is there. With a lookahead, a chunk at the very end has no hash.
+        vLLM computes the last token of a prompt again even if all of it is loaded. In a bounded group, computing that
+        token needs one more token before the boundary than is stored. With a lookahead, a chunk at the very end has no
+        hash.
         """
         return max(0, tokens - max(self.is_bounded, self._rules.lookahead)) // self._chunk_tokens
 
     def final_tokens(self, computed: int, known: int) -> int:
-        """The number of tokens whose KV is final once this many are computed. known: tokens that are no drafts.
+        """The number of tokens whose KV is final once this many are computed. known: number of tokens that are no
+        drafts.
 
-        Where each of several drafters reads one token further than the one before it, the KV of the last positions is
-        computed again once the tokens are known that it was computed from.
+        Where each of several drafters reads one token further than the drafter before, the KV of the last positions is
+        computed again once those tokens are known.
         """
         return min(computed, known) - max(0, self._rules.lookahead - 1)
 
     def most_blocks(self, tokens: int, step_tokens: int) -> int:
-        """The most blocks that a request of this many tokens needs at a time; of windows and states, at least as many.
-        step_tokens: that a step computes of it at most."""
+        """The most blocks that a request of this many tokens needs at a time; for windows and states, an upper bound.
+        step_tokens: the most tokens of a request that a step computes."""
         needed = 0
         for group in self._groups:
             block_tokens = self._chunk_tokens // group.span
@@ -123,13 +126,13 @@ class GroupPlan:
         return needed
 
     def count_blocks(self, tables: Sequence[Sequence[int]]) -> int:
-        """The number of a request's blocks."""
         return sum(block != NULL_BLOCK for group in self._groups for block in tables[group.table])
 
     # -- loads
 
     def load_blocks(self, first: int, end: int) -> list[int]:
-        """The number of blocks of each group to load to resume at chunk `end`, with the chunks before `first` there."""
+        """The number of blocks of each group to load to resume at chunk `end`, if the chunks before `first` are
+        there."""
         return [group.stored * min(end - first, group.reach or end) for group in self._groups]
 
     def to_load(self, tables: Sequence[Sequence[int]], local_tokens: int, end: int) -> list[Piece]:
@@ -137,7 +140,7 @@ class GroupPlan:
         pieces = []
         for number, group in enumerate(self._groups):
             table, last = tables[group.table], end * group.span
-            block = local_tokens * group.span // self._chunk_tokens  # the first to write
+            block = local_tokens * group.span // self._chunk_tokens  # the first block to write
             while block < last and table[block] == NULL_BLOCK:
                 block += 1
             if block == last:
@@ -169,7 +172,8 @@ class GroupPlan:
     ) -> list[Piece]:
         """The pieces to store of these chunks, which are computed. prompt_tokens: of the whole prompt.
 
-        states: those that vLLM offers. junction: the tokens that an earlier prompt shares, as far as vLLM knows.
+        states: the states that vLLM offers. junction: number of tokens that an earlier prompt shares, as far as vLLM
+        knows.
         """
         first, end = chunks.start, chunks.stop
         last, junction = self.most_chunks(prompt_tokens), junction // self._chunk_tokens
@@ -197,7 +201,7 @@ class GroupPlan:
         return pieces
 
     def _is_useful(self, reach: int, chunk: int, last: int) -> bool:
-        """Whether a hit can end within `reach` chunks from the start of this one. last: boundary of the prompt."""
+        """Whether a hit can end within `reach` chunks from the start of `chunk`. last: the prompt's last boundary."""
         spacing = self._rules.spacing or max(self._spacing, _SPACING_REACHES * reach)
         return chunk + reach >= last or spacing - chunk % spacing <= reach
 
@@ -212,7 +216,6 @@ class GroupPlan:
 
     @property
     def holds(self) -> bool:
-        """Whether blocks of any group are held."""
         return self._rules.holds_all or self.is_bounded
 
     def held(self, pieces: Iterable[Piece]) -> list[int]:
@@ -220,9 +223,10 @@ class GroupPlan:
         return [block for piece in pieces if self.is_held(piece.group) for block in piece.blocks]
 
     def split(self, tables: Sequence[Sequence[int]], read_tokens: int, end: int | None = None) -> tuple[list[int], int]:
-        """The blocks of a request up to chunk `end` (None: all), those first that it did not compute; and their number.
+        """The blocks of a request up to chunk `end` (None: all), first the blocks that it did not compute; and the
+        number of those.
 
-        read_tokens: tokens that it did not compute.
+        read_tokens: number of tokens that it did not compute.
         """
         read: list[int] = []
         computed: list[int] = []
@@ -238,7 +242,6 @@ class GroupPlan:
 
 
 def _stored(group: GroupBlocks, table: Sequence[int], first: int, end: int) -> list[int]:
-    """The stored blocks of chunks `[first, end)`."""
     if group.stored == group.span:
         return list(table[first * group.span : end * group.span])
     ends = ((chunk + 1) * group.span for chunk in range(first, end))

@@ -1,7 +1,7 @@
 """One process of an engine as the depot knows it: its namespace, its rank and its KV cache groups.
 
-connector.py makes one in the scheduler and one in each worker; with it, the thread of link.py makes what the half needs
-once there is a server.
+connector.py makes one in the scheduler and one in each worker; from it, the thread of link.py makes the objects that
+the half needs once there is a server.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class EngineProcess:
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: ConnectorSettings, rank: int | None
     ) -> None:
-        """rank: of the worker among all; None: the scheduler."""
+        """rank: the worker's number among all workers; None: the scheduler."""
         refuse_unserved(vllm_config, kv_cache_config)
         parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
         self.rank = rank or 0
@@ -58,7 +58,7 @@ class EngineProcess:
         self._groups = find_groups(kv_cache_config, parallel.decode_context_parallel_size)
         self._alignment = hit_alignment(kv_cache_config, parallel.decode_context_parallel_size)
         is_bounded = any(group.is_bounded for group in self._groups)
-        self.fails_whole = is_bounded or len(kv_cache_config.kv_cache_groups) > 1  # a load that fails in part
+        self.fails_whole = is_bounded or len(kv_cache_config.kv_cache_groups) > 1  # see `take_failed_requests`
 
     def describe_kv(self, kv_caches: dict[str, torch.Tensor]) -> list[Layout]:
         """A worker's paged KV by KV cache group. Raises ConfigError, LayoutError."""
@@ -90,15 +90,15 @@ class EngineProcess:
         """A worker's client, with its KV registered. layouts, blocks: by KV cache group. fault: why this worker can
         neither store nor load, to be shown in the server's status; then there need be no blocks. Blocks 30 s at most;
         raises KVDepotError."""
-        # The scheduler releases pins once a prompt is stored; and request ids of two engines may be equal.
-        # An engine that loads nothing is credited with nothing.
+        # The scheduler releases pins once a prompt is stored; and request ids of two engines may be equal. An engine
+        # that loads nothing is credited with nothing.
         topic = self._settings.events_topic if self._is_consumer else ""
         origin = Origin(topic, self.writer, describe_facts(self._vllm_config))
         worker = WorkerClient(client, self._fit(client), unpins=False, origin=origin)
         try:
             worker.register(layouts, blocks, fault)
         except KVDepotError:
-            worker.cancel_registration()  # the next attempt is another client's
+            worker.cancel_registration()  # the next attempt registers with another client
             raise
         whole = [(layout, group) for layout, group in zip(layouts, self._groups, strict=True) if not group.is_bounded]
         token_bytes = sum(layout.block_bytes / group.block_tokens for layout, group in whole)
@@ -127,7 +127,7 @@ class EngineProcess:
         return spec
 
     def _least_tokens(self, ranks: int) -> int:
-        """The least tokens per chunk where the engine chooses. ranks: that store shards."""
+        """The least tokens per chunk where the engine chooses. ranks: number of ranks that store shards."""
         whole = sum(not group.is_bounded for group in self._groups)  # vLLM's groups have about as many layers each
         token_bytes = read_note(self._vllm_config).token_bytes * whole // len(self._kv_cache_config.kv_cache_groups)
         longest = self._vllm_config.model_config.max_model_len * ranks * len(self._groups)

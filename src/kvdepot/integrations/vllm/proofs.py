@@ -1,8 +1,7 @@
 """The steps in which requests begin to use what they have loaded: they copy it (in_step.py), or prove it (trust.py).
 
 Used by scheduler.py. A request is COPYING or PROVING (phases.py) from when the step is built until its output is back.
-Invariant: until then, the session of such a request does not end, and no other request finds blocks of its that are not
-proved.
+Invariant: until then, the session of such a request does not end, and no other request finds its unproved blocks.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class Proofs:
         self._under_way: list[Tracked] = []
 
     def hide(self, tracked: Tracked, tables: Sequence[Sequence[int]]) -> None:
-        """Let no other request read what a request has loaded, or computes on top of that, before it is proved: vLLM
-        has just put all these blocks into its own prefix cache."""
+        """Let no other request read blocks that a request has loaded, or computes on top of them, before they are
+        proved: vLLM has just put all these blocks into its own prefix cache."""
         if tracked.load is not None and tracked.load.is_unproven:
             block_ids, read = self._plan.split(tables, tracked.promise.local_tokens)
             self._holds.hide(block_ids[read:])
@@ -44,7 +43,7 @@ class Proofs:
         """This step schedules a request that was waiting. Returns whether the step is to prove its load."""
         load = tracked.load
         if tracked.phase is RequestPhase.GIVEN_UP or (load is not None and load.step):
-            return False  # or an earlier step copies, whose output is not back
+            return False  # also if an earlier step copies the load, and its output is not back
         if load is None or not (load.is_unproven or tracked.phase is RequestPhase.COPYING):
             tracked.enter(RequestPhase.COMPUTING)
             tracked.load = None
@@ -56,8 +55,8 @@ class Proofs:
         return load.is_unproven
 
     def prove(self, orders: Orders, state: KVConnectorBlockState, tracked: Tracked, new_tokens: int) -> None:
-        """Have this step prove what a request has loaded, by the chunks behind it that it completes, or else drop it:
-        vLLM then takes what the step has computed back."""
+        """Have this step prove a request's load, by comparing the chunks behind it that the step completes. If they
+        differ, or there are none, the load fails, and vLLM takes back what the step has computed."""
         request, load, terms, size = tracked.request, tracked.load, tracked.check, self._chunk_tokens
         assert load is not None and terms is not None
         check = orders.proofs[self._trust.open(terms)] = Check([], terms.compare, load.blocks)
@@ -77,7 +76,6 @@ class Proofs:
         ]
 
     def ended(self, step: int) -> None:
-        """The output of the steps up to this one is back."""
         begun, self._under_way = self._under_way, []
         for tracked in begun:
             if tracked.load is not None and tracked.load.step > step:

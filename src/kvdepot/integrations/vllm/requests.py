@@ -1,7 +1,7 @@
 """One request: the hashes of its chunks, from its tokens, images and audio, and its progress.
 
-Used by scheduler.py. What its cache salt and LoRA adapter make of them is in lora.py, what is fixed for an engine in
-identity.py.
+Used by scheduler.py. lora.py adds the request's cache salt and LoRA adapter to them; facts that are fixed for an engine
+are in identity.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ChunkRules(NamedTuple):
     """The lengths and names by which an engine cuts prompts into chunks.
 
     names_contents: whether images and audio are named by their contents. If not, chunks end before the first one.
-    lookahead: tokens behind a chunk that its hash includes, too.
+    lookahead: number of tokens behind a chunk that its hash includes, too.
     """
 
     chunk_tokens: int
@@ -55,7 +55,7 @@ class RequestChunks:
     def __init__(self, request: Request, root: bytes, rules: ChunkRules) -> None:
         self._request = request
         self._rules = rules
-        self._items: list[tuple[int, bytes]] = []  # hashed into the chain
+        self._items: list[tuple[int, bytes]] = []  # the items that are hashed into the chain
         self.chain = ChunkChain(rules.chunk_tokens, root, rules.lookahead)
 
     def hash(self) -> ChunkChain:
@@ -73,7 +73,7 @@ class RequestChunks:
         return [(item.mm_position.offset, item.identifier.encode()) for item in self._request.mm_features]
 
     def tail(self, end: int) -> bytes:
-        """The key of the tokens between the last whole chunk and `end`, where the chain reaches that far."""
+        """The key of the tokens between the last whole chunk before `end` and `end`; the chain must reach that far."""
         return self.chain.tail(self._request.all_token_ids, end, self._all_items())
 
     def is_named(self, end: int) -> bool:
@@ -82,8 +82,8 @@ class RequestChunks:
 
 
 class PromptEnd(NamedTuple):
-    """The end of a prefix within a chunk. tokens: from the prompt's start. chunks: whole ones before it. key: of those
-    tokens that are in no whole chunk.
+    """The end of a prefix within a chunk. tokens: number of tokens from the prompt's start. chunks: number of whole
+    chunks before the end. key: the key of the tokens that are in no whole chunk.
     """
 
     tokens: int
@@ -96,10 +96,10 @@ Report: TypeAlias = tuple[int, float, wire.Asked, tuple[int, int]]
 
 
 class Promise(NamedTuple):
-    """The load that the answer to a request's lookup allows. local_tokens: those in the engine's own cache. tail: where
-    it ends; None: at a whole chunk. writers: whose chunks it may load; none: any. is_unproven: whether the step that
-    begins to compute is to prove it. held: where the chunks are that are loaded within the step that is being
-    scheduled; None: the lane loads them."""
+    """The load that the answer to a request's lookup allows. local_tokens: number of tokens in the engine's own cache.
+    tail: the tail at which the load ends; None: it ends with a whole chunk. writers: writers whose chunks may be
+    loaded; empty: any. is_unproven: whether the first step that computes is to prove the load. held: places of chunks
+    to load within the step that is being scheduled; None: the lane loads them."""
 
     local_tokens: int = 0
     tail: PromptEnd | None = None
@@ -118,7 +118,7 @@ class RequestLoad:
     blocks: frozenset[int]
     """The blocks that it fills."""
     tokens: int
-    """Tokens that it spares."""
+    """Tokens that the request does not compute because of the load."""
     end: int
     """The tokens from the prompt's start to the load's end."""
     is_unproven: bool = False
@@ -126,7 +126,7 @@ class RequestLoad:
     step: int = 0
     """The step that copies or proves it."""
     has_failed: bool = False
-    """On some rank; the last rank may end it some steps later."""
+    """Whether the load has failed on some rank; the last rank may end its part some steps later."""
     saved: tuple[int, float] = (0, 0.0)
     """Tokens and seconds that were counted as saved by it."""
 
@@ -139,11 +139,11 @@ class Tracked:
     prompt: RequestChunks
     hints: Hints = NO_HINTS
     is_cached: bool = True
-    """If not, it is neither looked up nor stored any more."""
+    """Whether it is looked up and stored; once False, it stays so."""
     preemptions: int = 0
     phase: RequestPhase = RequestPhase.LOOKING
     waits_since: float = 0.0
-    """Since when it is AWAITED and vLLM has a seat for it, by time.monotonic(); 0.0: not yet."""
+    """The time.monotonic() since which it is AWAITED while vLLM has a seat for it; 0.0: not yet."""
     promise: Promise = NO_PROMISE
     load: RequestLoad | None = None
     """The load while the request is LOADING, LOADED, COPYING or PROVING."""
@@ -154,16 +154,16 @@ class Tracked:
     read_tokens: int | None = None
     """Tokens that it did not compute itself since its blocks were allocated; None until its first step."""
     check: Terms | None = None
-    """The terms on which what it computes is compared with what its lookup has found; None: it is not."""
+    """The terms on which chunks that it computes are compared with the chunks found; None: no comparison."""
     draw: float = field(default_factory=random)
-    """Decides whether its hit is sampled, however often vLLM asks."""
+    """A random number that decides whether its hit is sampled: the same each time that vLLM asks."""
     has_pins: bool = False
-    """A lookup may have pinned chunks for it."""
+    """Whether a lookup may have pinned chunks for it."""
     saved_tokens: int = 0
-    """Tokens that loads saved it from computing, not reported yet."""
+    """Tokens that it did not compute because of loads, and that are not reported yet."""
     saved_s: float = 0.0
     offered: wire.Asked | None = None
-    """The latest answer about its tokens, until vLLM schedules it."""
+    """The tokens of the latest answer to vLLM, until vLLM schedules the request."""
     asked: wire.Asked = wire.NOTHING_ASKED
     """Tokens that it asked for each time it was scheduled, not reported yet."""
     reuse: Reuse | None = None
@@ -184,11 +184,10 @@ class Tracked:
 
     @property
     def salt(self) -> bytes:
-        """The tag of its cache salt on the wire."""
         return salt_tag(self.request.cache_salt or "")
 
     def count_asked(self) -> None:
-        """Count the latest answer about its tokens: vLLM schedules it with that."""
+        """Count the tokens of the latest answer to vLLM, as vLLM schedules the request with them."""
         if self.offered is not None:
             before, new = self.asked, self.offered
             sums = zip(astuple(before), astuple(new), strict=True)
@@ -211,7 +210,7 @@ class Tracked:
             before = chain.parent(self.saved_chunks)
             chain = self.prompt.hash()
             if chain.parent(self.saved_chunks) != before:
-                self.saved_chunks = 0  # an update of its session replaced tokens
+                self.saved_chunks = 0  # an update of its streaming session has replaced tokens
         return range(self.saved_chunks, min(end, len(chain)))
 
     def decoded_hashes(self) -> bytes:
@@ -220,7 +219,7 @@ class Tracked:
         first, end = request.num_prompt_tokens // chain.chunk_size, (request.num_tokens - 1) // chain.chunk_size
         if end <= first or not (self.is_cached and self.hints.stores):
             return b""
-        with suppress(Exception):  # tokens and items come from a caller: they cost what is learned, never the engine
+        with suppress(Exception):  # errors in a caller's tokens or items must never end the engine
             chain = self.prompt.hash()
         return chain.slice(first, end)
 

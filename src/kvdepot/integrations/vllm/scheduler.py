@@ -63,7 +63,7 @@ log = init_logger(__name__)
 
 
 class ConnectedParts(NamedTuple):
-    """The parts that depend on the server. plan: of the model's KV cache groups. events: None: none are published."""
+    """The parts that depend on the server. plan: for the model's KV cache groups. events: None: not published."""
 
     client: SchedulerClient
     plan: GroupPlan
@@ -89,7 +89,7 @@ class SchedulerHalf:
         self._model = model
         self._vllm_config = vllm_config
         self._is_connected = False
-        self._ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size  # that load each chunk
+        self._ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size  # which load each chunk
         self._may_store = transfer.is_kv_producer
         self._may_load = transfer.is_kv_consumer
         mode = settings.save_decode if self._may_store else "off"
@@ -97,19 +97,19 @@ class SchedulerHalf:
         self._weights = NamedWeights(settings.weights_run, find_version() if settings.weights_run else str)
         self._roots = Roots(vllm_config, self._weights)
         self._tracked: dict[str, Tracked] = {}
-        self._uncached: set[str] = set()  # requests that are not tracked; why was logged
+        self._uncached: set[str] = set()  # requests that are not tracked; the reason was logged
         self._trust = Trust(vllm_config, writer if settings.trust == "earned" else "", self._weights)
         self._is_faulty = False  # whether a worker can neither store nor load
-        self._logged: set[str] = set()  # names of error types
-        self._next = Orders()  # of the next step, so far
+        self._logged: set[str] = set()  # names of error types that were logged
+        self._next = Orders()  # orders for the next step, so far
         self._step = self._ended_step = 0
         self._passes = Passes(vllm_config.scheduler_config)
         self._in_step = StepLoads(self._ranks)
         self._ending_later: list[tuple[int, str, Report]] = []  # sessions to end once the output of a step is back
         self.holds = Holds(self._ranks)
         self._waiting = WaitingStores(self.holds)
-        self._forget_again: tuple[int, wire.ForgetChunks] | None = None  # once this step's output is back
-        self._incarnation = b""  # of the server that `saved_chunks` refers to
+        self._forget_again: tuple[int, wire.ForgetChunks] | None = None  # sent once this step's output is back
+        self._incarnation = b""  # the server's run to which `saved_chunks` refers
         self._prefill = PrefillSpeed()
         self._choice = LoadOrCompute(self._prefill)
         self._ending: set[str] = set()  # finished requests with a store that waits for its step's output
@@ -119,7 +119,7 @@ class SchedulerHalf:
         return f"<SchedulerHalf of {self._model}, {len(self._tracked)} requests, step {self._step}>"
 
     def connect(self, made: ConnectedParts) -> None:
-        """Cache from now on: also the requests that have come before, but were not scheduled."""
+        """Cache from now on, also for requests that have come before and were not scheduled yet."""
         config = self._vllm_config
         self._depot, self._plan, self._events = made
         self._in_step.folder = self._depot.client.arena_dir
@@ -147,7 +147,7 @@ class SchedulerHalf:
         if request.prompt_embeds is not None or request_id in self._tracked or request_id in self._uncached:
             return  # token ids do not identify embeddings: neither looked up nor stored
         if not self._is_connected:
-            with suppress(Exception):  # it is not cached anyway, and no error of one request may end the engine
+            with suppress(Exception):  # the request is not cached anyway, and its errors may not end the engine
                 self._roots.root(request)  # note its adapter: vLLM's own prefix cache keeps what it computes
             return
         if self._is_faulty:
@@ -209,7 +209,7 @@ class SchedulerHalf:
             if self._plan.has_tails and tracked.prompt.is_named(request.num_tokens):
                 tracked.tails = self._tails.candidates(request, tracked.prompt, self._most_tokens(tracked))
             tails = tuple(wire.Tail(tail.chunks, tail.key) for tail in tracked.tails)
-            tracked.has_pins = True  # before the lookup: if it fails half-way, it may have been sent
+            tracked.has_pins = True  # set before the lookup, which may fail after it was sent
             depot.submit(request.request_id, PromptChunks(depot.spec, hashes, salt, True, tails), self._ranks)
 
     def _most_tokens(self, tracked: Tracked) -> int:
@@ -226,13 +226,13 @@ class SchedulerHalf:
         self.on_new_request(request)  # in case vLLM has not announced it
         tracked = self._tracked.get(request.request_id)
         told: tuple[int | None, bool] = None, False
-        if tracked is not None and tracked.phase is RequestPhase.LOADED:  # but nothing came: its blocks are others' now
+        if tracked is not None and tracked.phase is RequestPhase.LOADED:  # failed: its blocks are others' now
             tracked.enter(RequestPhase.COMPUTING)
             tracked.load = None
         if not self._passes.must_wait(request.request_id):
             told = self._match(tracked, num_computed_tokens) if tracked is not None else (0, False)
         is_copying = tracked is not None and tracked.phase in IN_STEP
-        limit_s = max(self._times(request.num_tokens - num_computed_tokens)) + LOOKUP_S  # of a hurried lookup, too
+        limit_s = max(self._times(request.num_tokens - num_computed_tokens)) + LOOKUP_S  # also for a hurried lookup
         if told[0] is None and not is_copying and self._passes.stands_still(limit_s):
             told = 0, False
             self.stats.add("stalls_broken")
@@ -247,7 +247,7 @@ class SchedulerHalf:
         if not self._may_load or request.skip_reading_prefix_cache:
             return 0, False
         if tracked.phase in IN_STEP:
-            return None, False  # preempted, and its last load may not have been copied: its session goes on
+            return None, False  # preempted, and its load may not be copied yet: its session goes on
         if request.num_preemptions > tracked.preemptions and tracked.is_cached:
             tracked.preemptions = request.num_preemptions
             if tracked.phase is RequestPhase.COMPUTING:
@@ -261,12 +261,12 @@ class SchedulerHalf:
         missing, own = max(0, wanted - num_computed_tokens), min(num_computed_tokens, most)
         tracked.offered = wire.Asked(missing, 0, own) if tracked.phase in ASKING else None
         if tracked.phase not in ASKING or reach <= num_computed_tokens:
-            return 0, False  # the depot cannot add anything: no need to wait for its answer
+            return 0, False  # the depot cannot add tokens: do not wait for its answer
         found = self._await_answer(tracked, missing)
         return (None, False) if found is None else self._offer(tracked, found, num_computed_tokens)
 
     def _await_answer(self, tracked: Tracked, missing: int) -> Cached | None:
-        """Wait a moment for the answer to a request's lookup; None: it has not come. A lookup that failed is a miss."""
+        """Wait a moment for the answer to a request's lookup; None: no answer yet. A lookup that failed is a miss."""
         request_id, begun = tracked.request.request_id, time.monotonic()
         limit_s = self._passes.time_for_answer(tracked.phase is RequestPhase.LOOKING)
         outcome = self._depot.wait_lookup(request_id, limit_s)
@@ -295,7 +295,7 @@ class SchedulerHalf:
             self._events.found(request, tracked.prompt.chain, in_depot // size)
         is_close = client.is_welcomed and self._in_step.has_room(found, own // size, allowed // size)
         load = HitPart(allowed, is_close)
-        if not is_unproven:  # else all of it is needed for the proof
+        if not is_unproven:  # else the proof needs the whole load
             load = self._choice.choose(request, own, load)
         ends = in_depot, allowed, load.tokens
         in_depot, trusted, new = (max(0, min(end, request.num_tokens) - own) for end in ends)
@@ -315,7 +315,7 @@ class SchedulerHalf:
         return min(new, request.num_tokens - 1 - own), False  # vLLM computes a token at least
 
     def _times(self, missing: int) -> tuple[float, float]:
-        """The seconds that the server may take for a lookup, and those in which the engine computes the missing tokens;
+        """The seconds that the server may take for a lookup, and the seconds that computing the missing tokens takes;
         0.0: unknown."""
         tiers_s = self._depot.client.welcome.lookup_s if self._is_connected else 0.0
         return max(PATIENCE_S, tiers_s), missing / self._prefill.speed if self._prefill.speed else 0.0
@@ -360,7 +360,7 @@ class SchedulerHalf:
         self._next.writers[request.request_id] = promise.writers
 
     def _load_in_step(self, tracked: Tracked, pieces: Sequence[Piece], held: wire.Places) -> None:
-        """Workers copy these chunks before the step that is being scheduled computes; that cannot fail."""
+        """Have workers copy these chunks before the step that is being scheduled computes, which cannot fail."""
         assert tracked.load is not None
         for piece in pieces:
             span = slice(piece.first - held.first, piece.end - held.first)
@@ -390,10 +390,10 @@ class SchedulerHalf:
             self._count_saved(tracked, load)
             return
         request_id = tracked.request.request_id
-        if self._trust.name:  # it may have met another writer's chunk
+        if self._trust.name:  # the load may have met another writer's chunk
             tracked.check = self._trust.terms(tracked.request, load.end)
-        self._depot.end_session(request_id)  # a corrupt chunk can be stored again once it is not held
-        tracked.saved_chunks = 0  # recomputed chunks are stored again; the server skips those that it has
+        self._depot.end_session(request_id)  # a corrupt chunk can be stored again once no session holds it
+        tracked.saved_chunks = 0  # store recomputed chunks again; the server skips chunks that it has
         self._depot.forget_lookup(request_id)
 
     # -- a step
@@ -454,7 +454,7 @@ class SchedulerHalf:
         return orders
 
     def _drop_unproven(self, failed: set[int]) -> set[int]:
-        """Requests whose load the last step did not prove compute its tokens. Returns the other failed blocks."""
+        """Let requests whose load the last step did not prove compute its tokens. Returns the other failed blocks."""
         for tracked in self._proofs.disproved(failed) if failed else ():
             request_id, load = tracked.request.request_id, tracked.load
             if self._tracked.get(request_id) is tracked and load is not None:
@@ -466,7 +466,6 @@ class SchedulerHalf:
         return failed
 
     def _keeps(self, tracked: Tracked) -> bool:
-        """Whether what a request computes is stored."""
         return self._may_store and tracked.hints.stores
 
     def _end_pins(self, tracked: Tracked) -> None:
@@ -500,7 +499,7 @@ class SchedulerHalf:
                 self._uncache(request.request_id)
         # Decoded tokens count up to the last known one: after it there may be drafts or placeholders.
         known = request.num_tokens if self._answers.are_stored else request.num_prompt_tokens
-        if tracked.check is None:  # what is compared has no bound
+        if tracked.check is None:  # a request's bound on stores does not hold for comparisons
             known = tracked.hints.stored(known)
         end = self._plan.final_tokens(request.num_computed_tokens + new_tokens, known) // size
         if end <= tracked.saved_chunks or not tracked.is_cached:
@@ -556,7 +555,7 @@ class SchedulerHalf:
         self.holds.ended(report.ended)
         if report.fault and not self._is_faulty:
             self._is_faulty = True
-            self._void_stores(None)  # other ranks must not store their part of a chunk
+            self._void_stores(None)  # other ranks must not store their parts of its chunks
         self._in_step.mapped(report.mapped)
         if self._trust.report(report.compared) is Verdict.DIFFERENT:
             self._part()
@@ -593,7 +592,7 @@ class SchedulerHalf:
         self._ending -= done
         self._next.ended |= done
         if self._forget_again is not None and self._forget_again[0] <= step:
-            self._depot.client.ask(self._forget_again[1])  # no store from before can still arrive
+            self._depot.client.ask(self._forget_again[1])  # stores from before that step cannot arrive any more
             self._forget_again = None
 
     def _loads(self, request_ids: Iterable[str]) -> Iterator[tuple[Tracked, RequestLoad]]:
@@ -607,7 +606,7 @@ class SchedulerHalf:
 
     def request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> tuple[bool, ResponseParams | None]:
         """Whether its blocks must stay until a worker reports it, and the params of its response. tables: its blocks by
-        KV cache group, without those that only tokens of later steps would need."""
+        KV cache group, without blocks that only tokens of later steps would need."""
         self._uncached.discard(request.request_id)
         self._passes.left(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
@@ -645,15 +644,16 @@ class SchedulerHalf:
     def _end_in_tail(self, tracked: Tracked, tables: Sequence[Sequence[int]]) -> PromptEnd | None:
         """Store the end of a request that a later prompt may continue. Returns the tail, stored or not, if it has one.
 
-        Steps under way compute no more tokens than vLLM counts as computed, and the store waits for them; but vLLM
-        counts those of a load before they are there, and of a streaming session it counts one of the state too few.
+        Steps under way compute no more tokens than vLLM counts as computed, and the store waits for these steps. But
+        vLLM counts the tokens of a load before they are there, and for a streaming session one token less than its
+        state has.
         """
         request, tokens = tracked.request, tracked.request.num_computed_tokens
         is_over = request.num_prompt_tokens <= tokens <= request.num_tokens  # and no placeholder was computed
         is_over &= tracked.phase is not RequestPhase.LOADING and request.streaming_queue is None
         if not (self._plan.has_tails and self._keeps(tracked) and tracked.is_cached and is_over):
             return None
-        with suppress(Exception):  # tokens and items come from a caller: they cost the tail, never the engine
+        with suppress(Exception):  # errors in a caller's tokens or items cost the tail, never the engine
             tracked.prompt.hash()
             tail = self._tails.end(tracked.prompt, tokens) if tracked.prompt.is_named(tokens) else None
             if tail is None:
@@ -676,7 +676,7 @@ class SchedulerHalf:
     def reset_cache(self) -> bool:
         self._weights.reset()
         if not self._is_connected:
-            return True  # it has stored nothing yet
+            return True  # this engine has stored nothing yet
         # Requests may have stored what new weights computed, under the name of the old ones. If there are none, the
         # namespace stays: other engines of the run may have stored KV of the next version.
         keeps = bool(self._weights.run) and not self._tracked and not self._weights.is_mixed
@@ -686,9 +686,9 @@ class SchedulerHalf:
         return is_forgotten
 
     def _part(self) -> None:
-        """Share nothing from here on: this engine computes other KV than another that has stored under its name.
+        """Share nothing from here on: this engine's KV differs from another engine's of the same name.
 
-        What it has stored there is removed.
+        The KV that this engine has stored under that name is removed.
         """
         self._weights.part()
         own = wire.ForgetChunks(self._model, writer=self._trust.name)
@@ -696,9 +696,9 @@ class SchedulerHalf:
         self._depot.client.ask(own, deadline_s=None)
 
     def _void_stores(self, forget: wire.ForgetChunks | None) -> None:
-        """Void the stores under way, and forget once more what may arrive still. None: what was to be forgotten."""
+        """Void the stores under way. forget: sent again once no such store can arrive; None: leave an earlier one."""
         for request_id in self._tracked:
-            self._uncache(request_id)  # its blocks may be from before and after
+            self._uncache(request_id)  # its blocks may be from before and after the change
         self._waiting.drop()
         if self._tracked or self._closing or self._ended_step < self._step:
             self._next.void = True

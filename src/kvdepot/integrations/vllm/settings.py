@@ -51,7 +51,7 @@ class ConnectorSettings:
 
     - url, start, required: see the table above; an empty url stands for the default endpoint
     - key: this client's key file, if the server requires one; empty: the client's default (`KVDEPOT_KEY`)
-    - save_decode: whether decoded chunks are stored, too; auto: as answers.py decides; also true and false
+    - save_decode: whether decoded chunks are stored, too: true, false, or auto, by which answers.py decides
     - weights_revision: a name for weights that their path does not identify
     - weights_run: a name for the run of a trainer whose weight versions this engine gets (weights.py); empty: none
     - boundary_chunks: how far apart prompts of models with sliding windows or states can be resumed (plan.py), in
@@ -76,12 +76,11 @@ class ConnectorSettings:
 
     @property
     def is_embedded(self) -> bool:
-        """Whether the engine has a server of its own."""
         return self.url == _EMBEDDED
 
 
 def read_settings(extra: dict[str, Any]) -> ConnectorSettings:
-    """Our keys of kv_connector_extra_config. Raises ConfigError for unknown ones and wrong types.
+    """Our keys of kv_connector_extra_config. Raises ConfigError for unknown keys and values of a wrong type.
 
     vLLM itself reads none of a connector's keys, so all are ours except those with another connector's prefix, which
     may be left from it.
@@ -118,7 +117,7 @@ def foreign_settings(extra: Iterable[str]) -> list[str]:
 
 
 def _meant(key: str, value: object, known: list[str]) -> str:
-    """The setting that the user may have meant by an unknown key, and whose it is."""
+    """A hint for an error: the setting that an unknown key may mean, or the connector whose key it is."""
     name = re.sub(r"^kvdepot\W?_?", "", key.lower()).replace("-", "_")
     if name in Config.__struct_fields__ and name not in known:
         place = "its settings file" if name in ONLY_IN_FILE else f"KVDEPOT_{name.upper()}, where the server starts"
@@ -137,7 +136,7 @@ REQUIRED_S = 8.0
 PASSING = (Unavailable, DeadlineExceeded, Busy, ArenaError, VersionMismatch, UnknownClient, UnknownInstance)
 """Errors of a server that is away, or that its next start may cure; all others say what is wrong with this engine."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-"""Between two starts of a server that crashes: doubled each time, until it has run for twice the longest."""
+"""Seconds between starts of a server that crashes: doubled each time, until one has run for twice the longest."""
 
 
 @dataclass
@@ -157,7 +156,7 @@ class ServerPlace:
     server: Shared | Embedded | None = None
     error: str = ""
     _pause_s: float = _FIRST_PAUSE_S
-    _started_at: float = float("-inf")  # when it was last started again
+    _started_at: float = float("-inf")  # when the server was last started again
 
     def start_own(self) -> None:
         """Start the engine's own server, as its first worker does. Never waits for it."""

@@ -6,13 +6,13 @@ have promised holds blocks while it waits in that queue. vLLM 0.32 and later sch
 keeps the order of the queue: a request that does not fit stands before a loaded one, forever if nothing else runs, as
 only the loaded one could free blocks (vLLM's issue 57841). So:
 
-- If a pass has ended at a request that did not fit, the next one is for loaded requests: others are told None while one
-  of these is not scheduled.
-- An asynchronous load is promised only if its request fits beside what others need: those that wait with blocks, of
-  which none could go on otherwise (of windows, vLLM 0.30 to 0.33 reserve too little), and those that were told None
-  before it in the pass, which vLLM would pass by again and again. Needs are counted from above.
-- If nothing was computed or loaded for longer than computing a request takes, and it is told None, it is told 0
-  instead, and never waits for its lookup again. No case is known in which this happens; it bounds what a bug can cost.
+- If a pass has ended at a request that did not fit, the next pass is for loaded requests: other requests are told None
+  until all loaded ones are scheduled.
+- An asynchronous load is promised only if its request fits beside the blocks that others need, by upper bounds. Others
+  are requests that wait with blocks: none of them could go on otherwise (for windows, vLLM 0.30 to 0.33 reserve too
+  few). Others are also requests that were told None before it in the pass, which vLLM would pass by for ever.
+- If nothing was computed or loaded for longer than computing a request takes, the request is told 0 instead of None,
+  and never waits for its lookup again. No case is known in which this happens; it bounds what a bug can cost.
 
 Invariant: none of these rules waits for time or for the server where a request could be scheduled.
 """
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 log = init_logger(__name__)
 
 PATIENCE_S = 0.5
-"""The server may take this long for a lookup, or as long as its tiers may if that is longer. Then a lookup is hurried,
-and nothing counts as a stall before."""
+"""The server may take this long for a lookup, or as long as its tiers may if that is longer. After that, a lookup is
+hurried, and only then does waiting count as a stall."""
 _PAUSED_S = 0.5
-"""vLLM asks again within milliseconds if it has something to do; after this long without a pass, it was paused."""
+"""A vLLM with requests asks again within milliseconds; if it has made no pass for this long, it was paused."""
 _MOST_PLACE = 2**31 - 1
 _ANSWER_S, _FIRST_ANSWER_S = 0.0005, 0.002
 """A step waits this long for pending lookups, and for those that it asks for the first time, all requests together: the
@@ -57,15 +57,15 @@ class Passes:
         self._seats = 1  # requests that vLLM may add to those that run
         self.pool: BlockPool | None = None
         self.plan: GroupPlan | None = None
-        self._holders: dict[str, tuple[Tracked, int]] = {}  # that wait with blocks, and what each needs beside these
-        self._asked = ""  # the last request that was told a number; empty: it has its blocks
+        self._holders: dict[str, tuple[Tracked, int]] = {}  # by request: it, and the blocks that it still needs
+        self._asked = ""  # the last request that was told a number; empty once it has its blocks
         self._is_blocked = False  # whether the last pass ended at a request that did not fit
-        self._waited_s = 0.0  # for lookups, in this pass
-        self._held, self._held_blocks = 0, 0  # requests that were told None in this pass, and what they need
+        self._waited_s = 0.0  # waited for lookups in this pass
+        self._held, self._held_blocks = 0, 0  # requests that were told None in this pass, and their blocks
         self._has_hurried = False
         self._computing = 0  # the last step that computes, until its output is back
-        self._ended_at = 0.0  # of the last pass
-        self._idle_since: float | None = None  # the end of the first pass that told one None, and computed nothing
+        self._ended_at = 0.0  # when the last pass ended
+        self._idle_since: float | None = None  # end of the first pass that only told requests None
         self._has_warned = False
 
     def __repr__(self) -> str:
@@ -102,8 +102,8 @@ class Passes:
         return True
 
     def may_load(self, request: Request, loaded_tokens: int) -> bool:
-        """Whether an asynchronous load leaves what others need: those that were told None before it in this pass, and
-        those that hold blocks already."""
+        """Whether an asynchronous load leaves the blocks that other requests need: those that were told None before it
+        in this pass, and those that hold blocks already."""
         if self.pool is None or not (self._held or self._holders):
             return True
         needed = self._held_blocks + sum(rest for _, rest in self._holders.values())
@@ -128,7 +128,7 @@ class Passes:
         return True
 
     def told(self, request: Request, tokens: int | None) -> None:
-        """A request was told this."""
+        """A request was told this number of tokens, or None."""
         if tokens is not None:
             self._asked = request.request_id
             return
@@ -144,7 +144,6 @@ class Passes:
     # -- afterwards
 
     def given(self, request_id: str) -> None:
-        """A request has its blocks."""
         if self._asked == request_id:
             self._asked = ""
 
@@ -155,16 +154,15 @@ class Passes:
         self._holders[tracked.request.request_id] = tracked, rest
 
     def left(self, request_id: str) -> None:
-        """A request is scheduled, or gone."""
         self._holders.pop(request_id, None)
 
     def output(self, step: int) -> None:
-        """The output of a step is back; 0: it is not known of which."""
+        """The output of a step is back. step: its number; 0: not known."""
         if not step or step >= self._computing:
             self._computing = 0
 
     def ended(self, scheduled: Sized, step: int) -> None:
-        """A pass has ended with this step, of these requests."""
+        """A pass has ended, in which this step was scheduled, with these requests."""
         self._ended_at = time.monotonic()
         self._computing = step if scheduled else self._computing
         if scheduled or not self._held:
@@ -176,7 +174,7 @@ class Passes:
         self._seats = max(1, self._config.max_num_seqs - len(scheduled))
 
     def _need(self, request: Request, loaded_tokens: int = 0) -> int:
-        """The most blocks that a request has at a time. loaded_tokens: those at its start, not computed."""
+        """The most blocks that a request has at a time. loaded_tokens: first tokens that are loaded, not computed."""
         if self.plan is None:
             return 0
         tokens: int = request.num_tokens

@@ -40,7 +40,7 @@ def log_with_vllm() -> None:
     """Show kvdepot's log lines where vLLM shows its own, from the same level up, each beginning with `kvdepot:`.
 
     vLLM configures its logger after this, perhaps several times, or leaves it alone (VLLM_CONFIGURE_LOGGING=0). As a
-    child of that logger, ours has its level, whatever it does, and each line appears once.
+    child of vLLM's logger, ours always has the same level, and each line appears once.
     """
     ours = logging.getLogger("kvdepot")
     ours.parent, ours.propagate = logging.getLogger("vllm"), False
@@ -56,7 +56,7 @@ def check_early(factory: type[KVConnectorFactory]) -> None:
     connector below MultiConnector, too, and for MultiConnector itself with the settings common to all.
     """
     get_class = factory.get_connector_class
-    if _EXECUTORS in sys.modules:  # an engine's process; to others, importing it would cost half a second
+    if _EXECUTORS in sys.modules:  # an engine's process; in others, importing the executors would cost half a second
         _describe_before_workers()
 
     def get_connector_class(kv_transfer_config: KVTransferConfig) -> type[KVConnectorBase]:

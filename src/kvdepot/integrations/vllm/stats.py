@@ -56,7 +56,6 @@ class KVDepotStats(KVConnectorStats):
         self.data: dict[str, Any] = {}
 
     def count(self, operation: Operation) -> None:
-        """Add an operation that has ended."""
         lost = operation.chunks - operation.done
         if operation.kind == "lookup":
             self.add("lookup_chunks", operation.chunks)
@@ -69,11 +68,9 @@ class KVDepotStats(KVConnectorStats):
         self.data.setdefault(f"{operation.kind}_seconds", []).append(operation.took_s)
 
     def add(self, name: str, count: int = 1) -> None:
-        """Add to one of the counts."""
         self.data[name] = self.data.get(name, 0) + count
 
     def take(self) -> KVDepotStats | None:
-        """The stats since the last call; None if they are empty."""
         if self.is_empty():
             return None
         taken = KVDepotStats(data=self.data)
@@ -81,7 +78,6 @@ class KVDepotStats(KVConnectorStats):
         return taken
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add another's counts and times."""
         for name, value in other.data.items():
             self.data[name] = self.data[name] + value if name in self.data else value
         return self
@@ -119,7 +115,6 @@ class KVDepotMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one step's stats."""
         metrics: dict[str, Any] = self._by_engine[engine_idx]
         for name, value in transfer_stats_data.items():
             if name in _TIMED:
@@ -137,8 +132,8 @@ overhead."""
 _MOST_BUILT = 64
 """Steps whose output is awaited; a bound, as some never come."""
 _SAMPLES = 31
-"""The speed is the median of this many steps, so one that was slow (another compilation) or seemed fast (the output
-before it was late) does not count for long."""
+"""The speed is the median of this many steps, so that a step which was slow (another compilation) or seemed fast (the
+output before it was late) hardly changes it."""
 
 
 class _Built(NamedTuple):
@@ -170,8 +165,8 @@ class PrefillSpeed:
         return sum(each.tokens for each in self._built)
 
     def built(self, step: int, tokens: Collection[int], now: float) -> None:
-        """A step is built, and measured if it is prefill. step: its number, higher than those before. tokens: of each
-        of its requests."""
+        """A step is built, and measured if it is prefill. step: its number, higher than those before. tokens: number of
+        tokens of each of its requests."""
         if max(tokens, default=0) >= _LARGE_PART:
             self._built.append(_Built(step, sum(tokens), now))
 

@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
 _SHARE = 2
-"""Holds take at most this fraction (1 / n) of the engine's blocks; what would take more is not stored."""
+"""Holds take at most one in this many of the engine's blocks; blocks that would exceed that are not stored."""
 _PATIENCE_S = 0.1
-"""An engine that has too few blocks waits this long for the end of holds before it preempts a request: a store takes
-some milliseconds, to compute a prompt again takes longer."""
+"""An engine that has too few blocks waits this long for holds to end before it preempts a request: a store takes some
+milliseconds, computing a prompt again takes longer."""
 
 
 class Holds:
-    """The held blocks: of stores that wait for their step, and of those that workers have begun."""
+    """The blocks held for stores that wait for their step, and for stores that workers have begun."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._pool: BlockPool | None = None
         self._held = 0
         self._moved_at = 0.0  # when the first of these holds began, or the last one ended
-        self._sent: dict[int, list[int]] = {}  # by the step whose orders had the stores
+        self._sent: dict[int, list[int]] = {}  # held blocks, by the step whose orders had the stores
         self._ended: dict[int, set[int]] = {}  # ranks on which those stores have ended
 
     def __repr__(self) -> str:
@@ -51,12 +51,13 @@ class Holds:
         self._pool = pool
 
     def hide(self, blocks: Iterable[int]) -> None:
-        """Take these out of vLLM's own prefix cache: requests that have them keep them, and no other finds them."""
+        """Take these blocks out of vLLM's own prefix cache: requests that have them keep them, others do not find
+        them."""
         if self._pool is not None:
             self._pool.evict_blocks(set(blocks))
 
     def hold(self, blocks: list[int]) -> bool:
-        """Hold these, unless that would be too many."""
+        """Hold these blocks, unless that would be too many. Returns whether they are held."""
         if not blocks:
             return True
         pool = self._pool
@@ -70,7 +71,7 @@ class Holds:
 
     @property
     def is_any_held(self) -> bool:
-        """Whether a block is held; steps end that, whether or not they compute anything."""
+        """Whether a block is held. Steps end holds, even if they compute nothing."""
         return self._held > 0
 
     def will_end_soon(self) -> bool:
@@ -78,7 +79,6 @@ class Holds:
         return self._held > 0 and time.monotonic() < self._moved_at + _PATIENCE_S
 
     def release(self, blocks: list[int]) -> None:
-        """End a hold of these."""
         if blocks:
             assert self._pool is not None
             self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
@@ -86,7 +86,7 @@ class Holds:
             self._moved_at = time.monotonic()
 
     def send(self, step: int, blocks: list[int]) -> None:
-        """The stores of these go to the workers, with this step's orders."""
+        """The stores that read these blocks go to the workers with this step's orders."""
         if blocks:
             self._sent[step] = blocks
 
@@ -112,15 +112,15 @@ class WaitingStore:
     stores: list[Transfer]
     """At least one."""
     read: list[int]
-    """Blocks that the request read instead of computing: from vLLM's own cache, or loaded."""
+    """Blocks that the request did not compute: they came from vLLM's own cache, or were loaded."""
     computed: list[int]
-    """The blocks after those."""
+    """The blocks after `read`, which the request computed."""
     adapter: LoRARequest | None = None
-    """The LoRA adapter that computed it."""
+    """The LoRA adapter that computed the blocks."""
     held: list[int] = field(default_factory=list)
     """Blocks to release once the stores have ended or are dropped."""
     is_kept: bool = True
-    """If not, its blocks are only compared (trust.py)."""
+    """Whether the blocks are stored; if not, they are only compared (trust.py)."""
     terms: Terms | None = None
     """The terms on which the blocks of `compared` are compared."""
     compared: list[Transfer] = field(default_factory=list)
@@ -152,12 +152,12 @@ class WaitingStores:
         return bool(self._suspect)
 
     def check(self, block_ids: list[int], read: int) -> bool:
-        """Whether a request may store what it computes. read: how many of its first blocks it did not compute."""
+        """Whether a request may store what it computes. read: number of its first blocks that it did not compute."""
         self._suspect.difference_update(block_ids[read:])
         return self._suspect.isdisjoint(block_ids[:read]) or self._spread(block_ids[:read], block_ids[read:])
 
     def overwritten(self, block_ids: Iterable[int]) -> None:
-        """A request got these blocks for a load of ours, so they are not suspect any more: if that load fails, they are
+        """A request got these blocks for a load of ours, so they are not suspect any more: if the load fails, they are
         computed again."""
         self._suspect.difference_update(block_ids)
 
@@ -187,7 +187,7 @@ class WaitingStores:
         return tainted
 
     def ended(self, step: int) -> None:
-        """Steps up to this one have come back, and their failures were reported before."""
+        """The outputs of steps up to this one are back, and `failed` was told of their failures before."""
         self._ready += [waiting for waiting in self._waiting if waiting.step <= step]
         self._waiting = [waiting for waiting in self._waiting if waiting.step > step]
 
@@ -198,7 +198,7 @@ class WaitingStores:
         return ready
 
     def drop(self, request_id: str | None = None) -> None:
-        """Drop a request's stores, or all: their blocks were reused, or must not be trusted."""
+        """Drop a request's stores (None: all), because their blocks were reused or must not be trusted."""
         for stores in (self._waiting, self._ready):
             for dropped in [each for each in stores if request_id in (None, each.request_id)]:
                 self._holds.release(dropped.held)

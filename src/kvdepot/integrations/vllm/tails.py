@@ -23,7 +23,7 @@ _MOST = 32
 _SCANNED = 8192
 """The last tokens of a prompt, among which stop tokens are looked for."""
 _BEHIND, _REMEMBERED = 16, 1 << 14
-"""Ends that are remembered behind one chunk, and chunks with such ends; the latest of both."""
+"""The numbers of ends that are remembered behind one chunk, and of chunks with such ends; the latest are kept."""
 
 
 class Tails:
@@ -63,7 +63,7 @@ class Tails:
 
 
 def _stops(tokens: Sequence[int], stops: Collection[int]) -> set[int]:
-    """The ends before and after the last of these tokens in a prompt: a step may have computed one before it ended."""
+    """The ends before and behind the last stop tokens of a prompt: a step may have computed the stop token, too."""
     if not stops:
         return set()
     first = max(0, len(tokens) - _SCANNED)

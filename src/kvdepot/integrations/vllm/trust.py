@@ -1,26 +1,26 @@
-"""Whether this engine may load what other engines have stored: as far as a comparison has proved each of them.
+"""Whether this engine may load chunks that other engines have stored: up to where comparisons have proved each engine.
 
-Used by scheduler.py. What names a namespace (identity.py) is a list of facts, and no list is whole: the KV itself is
-the proof. So a table says up to which position this engine has compared the chunks of each writer with what it computes
-itself, in each scope. A writer is trusted up to four times that position. The answer to a lookup says who has stored
-what was found, and the first chunks of a writer that is not trusted there begin what must be compared:
+Used by scheduler.py. The name of a namespace (identity.py) stands for a list of facts, and no such list is complete:
+only the KV itself is a proof. So a table says up to which position this engine has compared the chunks of each writer
+with its own, in each scope. A writer is trusted up to four times that position. The answer to a lookup names the
+writers of the chunks found, and the comparison begins with the first chunks of a writer that is not trusted there:
 
     chunks  |---- trusted ----|---- of an unproven writer ----| others ...
     load    [0 ............................................e-1)
     compute                                                [e-1 ...........)   on top of that, and compare
 
-The last chunk of that writer's run shows other weights, scales, positions and kernels in its own keys and values, and
-the wrong values of chunks before it by what attention makes of them. No token may be said before the comparison has
-ended well, so it ends within the step that computes the chunk (`Orders.proofs`, worker.py); otherwise that step reports
-the load as failed, and vLLM drops what it has computed. Where vLLM cannot do that (versions.takes_loads_back), only
-what is trusted is loaded, and the rest is computed and compared with what is stored; of models with windows, states or
-experts, and of prompts with images or other items, all is. If a comparison differs, what this engine computes is
-private from then on, and what it has stored under the shared name is removed.
+The last chunk of that writer's run shows other weights, scales, positions and kernels in its own keys and values, and,
+through attention, wrong values in the chunks before it. No token may leave the engine before the comparison has ended
+well, so the comparison ends within the step that computes the chunk (`Orders.proofs`, worker.py); otherwise that step
+reports the load as failed, and vLLM drops what it has computed. Where vLLM cannot do that (versions.takes_loads_back),
+only trusted chunks are loaded, and the others are computed and compared with the stored ones. For models with windows,
+states or experts, and prompts with images or other items, all chunks are. If a comparison differs, the engine's KV is
+private from then on, and its chunks under the shared name are removed.
 
-With `--verify-hits`, a share of the hits on trusted chunks is computed and compared whole, for as long as the engine
-runs, because it looks for damaged bytes, which may be in any chunk; then the server draws the consequences
-(core/verification.py). Invariant: nothing that follows from chunks of an unproven writer leaves the engine before a
-comparison has ended well on every rank.
+With `--verify-hits`, a share of the hits on trusted chunks is computed and compared whole as long as the engine runs,
+to find damaged bytes, which may be in any chunk. The server acts on the results (core/verification.py). Invariant:
+nothing that follows from chunks of an unproven writer leaves the engine before a comparison has ended well on every
+rank.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _MOST_EPSILONS, _LEAST_EPSILON = 4.0, 2.0**-10
 """The limit of the difference: 4 epsilons of the model's data type (of TF32 for float32) times the square root of the
 number of layers, because differences add up (docs/internals/integrations.md has what was measured)."""
 _ROUNDED = 0.1
-"""KV of 8 bits adds this to the limit: values that differ a little are rounded to neighbours, an eighth apart."""
+"""KV of 8 bits adds this to the limit: values that differ a little may be rounded to numbers an eighth apart."""
 _CHOSEN = 0.2
 """A mixture of experts adds this to the limit, because rounding makes it choose other experts."""
 _REACH = 4
@@ -81,7 +81,7 @@ class Verdict(Enum):
 
 @dataclass
 class _Open:
-    """A comparison under way, and what ranks have reported of it."""
+    """A comparison under way, and the results that ranks have reported."""
 
     scope: Scope
     is_sample: bool
@@ -89,8 +89,9 @@ class _Open:
 
 
 class TrustedHit(NamedTuple):
-    """The part of a hit that is loaded. tokens: from the prompt's start. terms: on which the rest is compared; None: it
-    is not. is_unproven: whether the step that begins to compute the rest must prove what is loaded."""
+    """The part of a hit that is loaded. tokens: number of tokens from the prompt's start. terms: terms on which the
+    rest is compared; None: no comparison. is_unproven: whether the first step that computes the rest must prove the
+    load."""
 
     tokens: int
     terms: Terms | None = None
@@ -119,14 +120,13 @@ class Trust:
         return f"<Trust in {len(self._proven)} writers, {len(self._open)} comparisons under way>"
 
     def connect(self, chunk_tokens: int, plan: GroupPlan) -> None:
-        """Learn how chunks are cut, before the first hit."""
         self._chunk_tokens, self._is_plain = chunk_tokens, plan.is_plain and not self._has_experts
 
     def divide(self, tracked: Tracked, found: Cached, tokens: int, local_tokens: int, sampled: float) -> TrustedHit:
-        """Decide what is loaded of what a request's lookup has found: the prompt's first `tokens`.
+        """Decide which of the prompt's first `tokens` tokens, which a request's lookup has found, are loaded.
 
-        local_tokens: tokens that the engine's own cache has. sampled: the share of hits that the server wants to be
-        compared.
+        local_tokens: number of tokens that the engine's own cache has. sampled: the share of hits, 0 to 1, that the
+        server wants to be compared.
         """
         request, size = tracked.request, self._chunk_tokens
         trusted, end = self._trusted(self._scope(request, tokens), found, local_tokens)
@@ -140,8 +140,8 @@ class Trust:
         return TrustedHit(end - size if is_unproven else trusted, terms, is_unproven)
 
     def _trusted(self, scope: Scope, found: Cached, local_tokens: int) -> tuple[int, int]:
-        """The tokens from the start whose writers are trusted, and the end of the chunks behind them of writers that
-        are not, as far as the server says who they are."""
+        """The number of first tokens whose writers are trusted, and the end, in tokens, of the chunks behind them whose
+        writers are known and not trusted."""
         begin = 0
         for chunks, runs in itertools.groupby(found.writers, key=attrgetter("end")):
             end = chunks * self._chunk_tokens
@@ -155,7 +155,7 @@ class Trust:
         return math.inf if writer == self.name else _REACH * self._proven.get((scope, writer), 0)
 
     def terms(self, request: Request, tokens: int) -> Terms:
-        """The terms on which the first `tokens` of a request prove what it computes."""
+        """The terms on which a request's chunks within its first `tokens` tokens are compared."""
         item = _first_item(request)
         return Terms(self._scope(request, tokens), self._proof, item if item < tokens else 0)
 
@@ -171,9 +171,11 @@ class Trust:
         return number
 
     def report(self, compared: Mapping[int, Sequence[Compared]]) -> Verdict:
-        """Handle what ranks have found, by number; returns the worst verdict of those that have ended on all ranks.
+        """Handle ranks' results, by number of the check; returns the worst verdict of the checks that have ended on all
+        ranks.
 
-        Without chunks to compare with, which may have been evicted, nothing is known, and the next hit is the first.
+        If the stored chunks were evicted meanwhile, nothing is proved, and the next hit is compared as if it were the
+        first.
         """
         verdicts = {Verdict.UNKNOWN}
         for number, found in compared.items():
@@ -183,7 +185,7 @@ class Trust:
             check.found += found
             if len(check.found) >= self._ranks:
                 del self._open[number]
-                if check.scope[0] == self._weights.parts:  # else it compared what other weights had computed
+                if check.scope[0] == self._weights.parts:  # else other weights had computed the compared chunks
                     verdicts.add(self._judge(check))
         return next(each for each in (Verdict.DIFFERENT, Verdict.EQUAL, Verdict.UNKNOWN) if each in verdicts)
 
@@ -248,7 +250,7 @@ def _largest_difference(vllm_config: VllmConfig) -> float:
 
 
 def describe_facts(vllm_config: VllmConfig) -> dict[str, str]:
-    """Facts of this engine that people can read, to be shown beside another's whose KV differs."""
+    """Facts of this engine for people, to be shown beside those of another engine whose KV differs."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     config = model.hf_text_config.to_dict()
     settings = {name: value for name, value in sorted(config.items()) if isinstance(value, int | float | str | dict)}

@@ -31,7 +31,7 @@ KV_FORMATS: Mapping[str, int] = {"0.30": 1, "0.31": 1, "0.32": 1, "0.33": 1}
 """The releases that are served, each with our number (the compatibility id) for what its code alone decides about the
 bytes of KV: what a kernel writes where, for the same configuration, layout and backend. Releases with equal numbers
 share KV of keys and values in full precision, on CPUs and CUDA; the rest is shared within a release (identity.py). A
-release that changes such a thing gets the next number. On a CPU, paged_kv.py sees it by trying."""
+release that changes the bytes of KV gets the next number. On a CPU, paged_kv.py detects such a change by a trial."""
 
 _CORRECTIONS: Mapping[str, Callable[[ModelConfig], bool]] = {
     # 0.30 scales MLA's rotary embedding although the model asks for a factor of 1 (models/deepseek_v2.py and others).
@@ -66,7 +66,7 @@ def _release(version: str) -> str:
 refuse_other_versions()  # before anything is imported that another version may not have
 
 HOST_HITS: Any = None
-"""Which source vLLM's metrics name for tokens from the depot; None where they name none."""
+"""The source that vLLM's metrics name for tokens from the depot; None: its metrics have no sources."""
 
 if installed_release() not in ("0.30", "0.31"):
     HOST_HITS = import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource.HOST

@@ -1,11 +1,11 @@
-"""The weights that name an engine's KV: those on disk, a version that its trainer has set, or nobody else's.
+"""The weights that name an engine's KV: those on disk, a version that its trainer has set, or private weights.
 
 Used by scheduler.py and lora.py. vLLM asks trainers for a version of new weights (`update_weight_version`,
-`finish_weight_update`), and each engine core keeps it. With `kvdepot.weights_run`, it names what the core computes, so
-engines of the same run and version share. Invariant: no KV is named by a version unless the engine's caches were reset
-and the version was set, in either order, since the last step that computed anything; a second reset after that begins
-another update. So a version that was forgotten, is used twice, or is set while requests run, costs sharing, never a
-wrong byte.
+`finish_weight_update`), and each engine core keeps it. With `kvdepot.weights_run`, the version names the KV that the
+core computes, so engines of one run and version share. Invariant: no KV is named by a version unless the engine's
+caches were reset and the version was set, in either order, since the last step that computed anything; a second reset
+after that begins another update. So a version that was forgotten, is used twice, or is set while requests run, costs
+sharing, never a wrong byte.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ def find_version() -> Callable[[], str]:
             return version
         frame = frame.f_back
     log.warning("kvdepot.weights_run has no effect: the engine core, which knows the weights' version, was not found")
-    return str  # always the same
+    return str  # always the same empty version
 
 
 class NamedWeights:
-    """The weights of one engine, and the name of what they compute now."""
+    """The weights of one engine, and the name of the KV that they compute now."""
 
     def __init__(self, run: str, version: Callable[[], str]) -> None:
-        """run: `kvdepot.weights_run`; empty: versions name nothing. version: returns that of vLLM."""
+        """run: `kvdepot.weights_run`; empty: versions name nothing. version: returns vLLM's version of the weights."""
         self.run = run
         self.parts: tuple[tuple[str, str], ...] = ()
         """Parts of the roots of requests' chunks; none: the weights on disk."""
         self._version = version
-        self._seen = self._computed = version()  # now, and as of the last step that computed
-        self._is_reset = False  # since that step
-        self._is_apart = False  # until it is restarted
+        self._seen = self._computed = version()  # the version now, and when a step last computed
+        self._is_reset = False  # whether the caches were reset since that step
+        self._is_apart = False  # whether the KV is private until a restart
         self.is_mixed = False
         """Whether the version has changed without a reset, so that KV of both may have one name; cleared by a reset of
         the depot's chunks."""
@@ -57,17 +57,17 @@ class NamedWeights:
     def reset(self) -> None:
         """Note that the caches were reset: weights may have changed, or are going to."""
         if self._is_reset and (version := self._version()) != self._computed:
-            self._computed = version  # no step has used it, and this may be the next update, which has none yet
+            self._computed = version  # no step has used the version, and the next update may have begun without one
         self._is_reset = True
         self._begin()
 
     def part(self) -> None:
-        """Name the KV as nobody else's from here on: it differs from what others have computed under its name."""
+        """Give the KV a private name from here on: it differs from the KV of other engines with the same name."""
         self._is_apart = True
         self._become_private()
 
     def follow(self) -> bool:
-        """Follow the version; returns whether it has changed, so that requests that have come have another's name."""
+        """Follow vLLM's version; returns whether it has changed, so that requests under way have another's name."""
         if not self.run or self._version() == self._seen:
             return False
         self.is_mixed |= not self._is_reset

@@ -1,7 +1,7 @@
 """The connector's half in a worker of vLLM: it copies between the rank's KV and the arena, as ordered.
 
-connector.py says when vLLM calls each method. Invariant: a worker that is not connected reports every load that it is
-ordered as failed and every store as ended, in the same step and once, as a connected one does that has lost its server.
+connector.py says when vLLM calls each method. Invariant: a worker that is not connected reports every load as failed
+and every store as ended, once, in the step that orders it, like a connected worker that has lost its server.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SLEEP_S = 5.0
 _COMPARISON_S = 1.0
 """A step waits this long for the comparison of what it has computed on top of a load that nothing has proved yet."""
 _TESTED_BYTES = 8 << 20
-"""The speed that the self-test has measured counts as much as that of loads of this many bytes."""
+"""The speed that the self-test has measured has the weight of loads of this many bytes."""
 _IDLE_S = 0.002
 """A worker with nothing to compute waits this long for a load, rather than spin on a core that copies need."""
 
@@ -49,24 +49,24 @@ class WorkerHalf:
     _depot: WorkerClient
 
     def __init__(self, vllm_config: VllmConfig, rank: int, fails_whole: bool) -> None:
-        """rank: among all workers, including replicas of a shard. fails_whole: see `take_failed_requests`."""
+        """rank: number among all workers, including replicas of a shard. fails_whole: see `take_failed_requests`."""
         self.stats = KVDepotStats()
         self.is_connected = False
-        """Whether it loads and stores; may be set to False between two steps."""
+        """Whether this worker loads and stores; may be set to False between two steps."""
         self.fault = ""
         """Why this worker can neither store nor load, so that it will never be connected; empty: it can."""
         self._fails_whole = fails_whole
         self._rank = rank
-        self._failed = Orders()  # whose loads have failed for want of a connection
-        self._storing: dict[int, list[_Reading]] = {}  # what reads blocks that the scheduler holds, by step
+        self._failed = Orders()  # orders whose loads have failed without a connection
+        self._storing: dict[int, list[_Reading]] = {}  # copies that read blocks which the scheduler holds, by step
         self._comparing: dict[int, Submitted[wire.Comparison]] = {}  # by number of the check
-        self._compared: dict[int, Compared] = {}  # what was found, and is not reported
-        self._unproven: set[int] = set()  # blocks whose comparison has not proved them, not reported
+        self._compared: dict[int, Compared] = {}  # results that are not reported yet
+        self._unproven: set[int] = set()  # blocks that a comparison has not proved, not reported yet
         self.blocks: Sequence[BlockMemory] = ()
         """The paged KV by KV cache group; none of a worker with a fault."""
-        self._device: torch.device | None = None  # that holds it; None: the processor's memory
+        self._device: torch.device | None = None  # where the KV is; None: the processor's memory
         self._copies: StepCopies | None = None
-        self._reported = MappedArena()  # what it has mapped, as far as the scheduler knows
+        self._reported = MappedArena()  # the mapped arena, as last reported
 
     def __repr__(self) -> str:
         return f"<WorkerHalf of rank {self._rank}{'' if self.is_connected else ', not connected'}>"
@@ -79,11 +79,11 @@ class WorkerHalf:
         self._depot = made
         self._depot.watch = self.stats.count
         self.is_connected = not self.fault
-        if self.is_connected:  # until it has loaded more than that
+        if self.is_connected:  # until loads have measured the speed
             made.lane.load_speed.add(_TESTED_BYTES, _TESTED_BYTES / self._tested.load_bytes_s)
 
     def use_blocks(self, blocks: Sequence[BlockMemory], tested: CopySpeed) -> None:
-        """This is the paged KV, by KV cache group, and what the self-test has measured of its copies."""
+        """Use this paged KV, by KV cache group. tested: the speed of its copies in the self-test."""
         self._tested = tested
         self.blocks = blocks
         self._device = blocks[0].device if blocks else None
@@ -118,7 +118,7 @@ class WorkerHalf:
             self._depot.give_up_stores(orders.preempted, _PREEMPTION_S)
 
     def map_arena(self) -> None:
-        """Map the server's arena, if `copy_loads` can use it; once for each server."""
+        """Map the server's arena if `copy_loads` can use it. Tried once for each server."""
         if not self.is_connected:
             return
         if self._copies is None and len(self.blocks) == 1 and not self._depot.spec.groups:
@@ -127,8 +127,8 @@ class WorkerHalf:
             self._copies.follow(self._depot.client.arena)
 
     def copy_loads(self, orders: Orders) -> None:
-        """Copy what this step loads within it (in_step.py), whatever the server does. Blocks until it is there; on an
-        accelerator, this step's own work waits for it."""
+        """Copy the chunks that this step loads within itself (in_step.py), without the server. Blocks until they are
+        there; on an accelerator, this step's own work waits for them."""
         for load in orders.step_loads:
             assert self._copies is not None, "this rank has mapped no arena"
             self.stats.count(self._copies.copy(load, self._depot.spec.rank))
@@ -196,18 +196,18 @@ class WorkerHalf:
         return ended.stored or None, ended.retrieved or None
 
     def take_failed_requests(self) -> set[str]:
-        """Requests that vLLM must compute from their first token, because a load failed: where a failure is one of the
+        """Requests that vLLM must compute from their first token, because a load failed and such failures concern the
         whole load.
 
-        vLLM takes ids of failed blocks only from models with one group. And of a bounded group it would take the blocks
-        before the failed one for good, which were not loaded, as nothing but the window is.
+        vLLM takes ids of failed blocks only from models with one group. And in a bounded group, vLLM would take the
+        blocks before the failed one as good, although only the window is loaded.
         """
         if not self._fails_whole:
             return set()
         return self._depot.take_failed_requests() if self.is_connected else set(self._failed.loads)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Ids of blocks that vLLM must recompute: where a load may fail in part."""
+        """Ids of blocks that vLLM must recompute, for models whose loads may fail in part."""
         if self._fails_whole:
             return set()
         unproven, self._unproven = self._unproven, set()
@@ -246,7 +246,7 @@ class WorkerHalf:
         """Unregister and close the connection. Safe twice and without a server; blocks 5 s at most."""
         self.is_connected = False
         self._depot.close()
-        if self._depot.client.is_closed:  # else a copy hangs
+        if self._depot.client.is_closed:  # if the client is still open, a copy hangs
             for each in self.blocks:
                 each.close()
 

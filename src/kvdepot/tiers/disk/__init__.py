@@ -4,8 +4,8 @@
 
 Called by worker.py on its threads. Files of others in the directory are neither touched nor counted. Invariants:
 
-- The bytes that the file system allocates to our files never exceed the capacity; this includes half-written files, and
-  removed ones that are still being read. Directories are not counted.
+- The bytes that the file system allocates to our files never exceed the capacity. Half-written files count, and so do
+  removed files that are still being read. Directories are not counted.
 - If the directory is gone, it is not created again on another file system, such as the one below a disk that is not
   mounted.
 
@@ -17,10 +17,10 @@ Called by worker.py on its threads. Files of others in the directory are neither
   has closed it. A killed process leaves the object, or nothing.
 - To forget, each namespace's directory is renamed into `trash/` before memory is told that it is gone, and removed
   there. A killed process leaves the rest in `trash/`, where no read finds it.
-- A start removes `tmp/` and `trash/`, counts the objects, orders them by their access times, and evicts down
-  to the capacity and the caps, before anything is written. Reads are served meanwhile from what is counted.
+- A start removes `tmp/` and `trash/`, counts the objects, orders them by their access times, and evicts down to the
+  capacity and the caps, before anything is written. Meanwhile, objects that are counted already can be read.
 
-A power failure may leave files that are empty, short or wrong: an empty one is removed by the start, the others are
+A power failure may leave files that are empty, short or wrong: empty files are removed by the start, the others are
 found by their header and checksum (worker.py). Access times are updated by reads, once a minute at most; modification
 times say when contents were computed.
 """
@@ -85,9 +85,9 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def open(url: str, options: dict[str, str], threads: int, rules: Rules = NO_RULES) -> Disk:
     """The tier in the directory of a URL, which is created if there is none. A large one is counted in the background.
 
-    rules: that hold from the start; until `enforce` is called, nothing is removed because of its age. Raises
-    ConfigError for an invalid URL, floors beyond the capacity, a directory in use or one of another user; TierError if
-    the directory is not accessible.
+    rules: quotas and times to live that hold from the start; until `enforce` is called, nothing is removed because of
+    its age. Raises ConfigError for an invalid URL, floors beyond the capacity, a directory in use or one of another
+    user; TierError if the directory is not accessible.
     """
     parts = urlsplit(url)
     name = shown(url)
@@ -137,7 +137,7 @@ class Disk:
         self._counted = threading.Event()
         """Set once the objects are counted; until then nothing is written: what is not counted cannot be bounded."""
         self._counting = threading.Thread(target=self._run, name="kvdepot-disk-count", daemon=True)
-        self._directory = directory  # last: from now on, calls are let in
+        self._directory = directory  # set last: from now on, calls are let in
         try:
             self._counting.start()
         except RuntimeError as exc:
@@ -153,7 +153,7 @@ class Disk:
             raise TierError(f"{self._path} is gone: its file system is not mounted")
         try:
             self._open()
-        except ConfigError as exc:  # it is another's now
+        except ConfigError as exc:  # another server has locked the directory
             raise TierError(str(exc)) from exc
 
     def _release(self, reason: str) -> None:
@@ -203,7 +203,7 @@ class Disk:
             if self._directory.ended is not None:
                 break
         self._ledger.rank()
-        self._trim(self._ledger.used_bytes, 0.0)  # as many as there are; none by age
+        self._trim(self._ledger.used_bytes, 0.0)  # any number of objects, but none because of its age
 
     def _wait_counted(self) -> None:
         """Block until all objects are counted. Raises TierError if the directory's use has ended."""
@@ -229,7 +229,7 @@ class Disk:
             )
 
     def enforce(self, rules: Rules, wall: float) -> bool:
-        """As Enforcing.enforce. While objects are being counted, nothing is removed."""
+        """See Enforcing.enforce. While objects are being counted, nothing is removed."""
         self._rules = rules  # also for the directory when it is back
         with self._directory.call():
             self._ledger.set_rules(rules)
@@ -257,13 +257,13 @@ class Disk:
         except FileNotFoundError as exc:
             with self._naming(entry.name):
                 is_lost = self._ledger.lose(entry)
-            if is_lost:  # by nothing that we did
+            if is_lost:  # the file is gone, by nothing that we did
                 self._tally("vanished")
                 self._directory.failed("read", exc)
             return None
         except OSError as exc:
             self._directory.failed("read", exc)
-            if exc.errno == errno.EIO:  # otherwise it would be found, and fail, forever
+            if exc.errno == errno.EIO:  # otherwise the object would be found, and fail, forever
                 self._remove(entry.name)
             return None
         finally:
@@ -303,7 +303,7 @@ class Disk:
                 self._directory.failed("write", exc)
                 if is_last or exc.errno not in _NO_SPACE:
                     return False
-                missing = size  # the file system is full below our capacity: evict that much
+                missing = size  # the file system is full below our capacity: evict so much
                 while missing > 0:
                     if not (freed := self._drop(lambda: self._ledger.victim(owner_of(blob.name), 0))):
                         return False
@@ -314,7 +314,7 @@ class Disk:
         now = time.time()
         entry = Entry(name=blob.name, charge=self._charge_for(size), dated=now, born=blob.born or now)
         owner = entry.owner
-        fits = self._ledger.can_ever_hold(entry.charge, owner)  # otherwise it evicts nothing
+        fits = self._ledger.can_ever_hold(entry.charge, owner)  # if it can never fit, evict nothing
         if not fits or not self._reserve(entry.charge, owner):
             self._tally("refused")
             return False
@@ -336,7 +336,7 @@ class Disk:
         return True
 
     def _fill(self, path: str, blob: Blob, entry: Entry) -> os.stat_result:
-        """Write a new file; its stat. Its timestamps are those of the entry, for the next start. Raises OSError."""
+        """Write a new file with the entry's timestamps, for the next start. Returns its stat. Raises OSError."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = self._directory.with_parents(path, partial(os.open, path, flags, 0o600))
         try:
@@ -362,7 +362,7 @@ class Disk:
         return (blocks + (blocks // 256 + 1 if blocks > 4 else 0)) * block
 
     def _reserve(self, size: int, owner: str) -> bool:
-        """Reserve bytes for an owner, evicting objects while there are too few; whether that succeeded."""
+        """Reserve bytes for an owner, evicting objects while there are too few. Returns whether they are reserved."""
         while self._directory.ended is None:
             if self._ledger.reserve(size, owner):
                 return True
@@ -382,7 +382,7 @@ class Disk:
         return False
 
     def _drop(self, pick: Callable[[], Entry | None], is_expired: bool = False) -> int:
-        """Remove the object that `pick` takes out of the ledger; bytes freed."""
+        """Remove the object that `pick` takes out of the ledger. Returns the bytes freed."""
         with self._evicting:
             entry = pick()
             if entry is None:
@@ -412,7 +412,7 @@ class Disk:
         return is_gone
 
     def forget(self, salt: str, space: str) -> int:
-        """As Tier.forget. A space goes in one step: if this process is killed, the next start removes the rest."""
+        """See Tier.forget. A space is renamed in one step; if this process is killed, the next start removes it."""
         with self._directory.call():
             self._wait_counted()
             trash: dict[str, list[Entry]] = {}
@@ -443,8 +443,8 @@ class Disk:
             return sum(map(len, trash.values()))
 
     def _unlink(self, entry: Entry) -> bool:
-        """Remove the file of an entry that was taken out, and the directories that become empty; whether it is gone. If
-        not, the entry is an object again."""
+        """Remove the file of an entry that was taken out, and the directories that become empty. Returns whether the
+        file is gone; if not, the entry is an object again."""
         path = path_of(self._root, entry.name)
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -457,7 +457,7 @@ class Disk:
         return True
 
     def _discard(self, path: str, entries: list[Entry]) -> None:
-        """Remove what is no longer an object, now or as soon as possible; the entries are counted until then."""
+        """Remove a path that is no longer an object, now or as soon as possible; its entries are counted until then."""
         self._litter[path] = entries
         self._retry_discarded()
 
@@ -465,7 +465,7 @@ class Disk:
         for path in list(self._litter):
             entries = self._litter.pop(path, None)
             if entries is None:
-                continue  # another thread removes it
+                continue  # another thread removes the path
             try:
                 with contextlib.suppress(FileNotFoundError):
                     remove(path)
@@ -478,7 +478,7 @@ class Disk:
 
 
 def _device_of(path: Path) -> int:
-    """The file system of the nearest parent directory that is there."""
+    """The device number of the nearest parent directory that exists."""
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):
             return place.stat().st_dev

@@ -1,4 +1,4 @@
-"""A disk tier's directory: its files, that only this user has it, its lock, and the calls that use it. Any thread.
+"""A disk tier's directory: its files, its permissions, its lock, and the calls that use it. Any thread.
 
     kvdepot.lock        the holder of its lock owns the directory
     tmp/                files being written: renamed when they are complete, removed by the next server's start
@@ -43,13 +43,13 @@ _MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
 
 
 class Directory:
-    """One locked directory. Once its use has ended, because it is gone or was closed, it stays so."""
+    """One locked directory. Its use ends for good when the directory is gone or is closed."""
 
     def __init__(self, path: Path, tally: Tally) -> None:
         """Raises TierError if the directory is not accessible, ConfigError if it is in use or another user's."""
         self.root = str(path)
         self.ended: str | None = None
-        """Why calls are refused; None while they are not."""
+        """Why calls are refused; None: they are not."""
         self.tally = tally
         self._idle = threading.Condition()
         self._calls = 0
@@ -74,7 +74,7 @@ class Directory:
             return False
 
     def free_bytes(self) -> int | None:
-        """Bytes that the file system has free for us; None if it does not tell."""
+        """Bytes that the file system has free for us; None: it does not tell."""
         try:
             room = os.statvfs(self.root)
         except OSError:
@@ -83,7 +83,7 @@ class Directory:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Around a call that uses the directory: it stays locked meanwhile. Raises TierError if its use has ended."""
+        """Keep the directory locked during a call that uses it. Raises TierError if the directory's use has ended."""
         with self._idle:
             self.check()
             self._calls += 1
@@ -111,7 +111,8 @@ class Directory:
         self.check_here()
 
     def with_parents(self, path: str, act: Callable[[], _T]) -> _T:
-        """Do what creates `path`, making its parent directories as often as others remove them. Raises OSError."""
+        """Call `act`, which creates `path`; make its parent directories as often as others remove them. Raises
+        OSError."""
         for _ in range(16):
             try:
                 return act()
@@ -126,7 +127,6 @@ class Directory:
         return act()
 
     def end(self, reason: str) -> None:
-        """Refuse calls from now on. The first reason stays."""
         with self._idle:
             if self.ended is None:
                 self.ended = reason
@@ -153,8 +153,8 @@ def path_of(root: str, name: str) -> str:
 
 
 def spaces_in(root: str, salt: str, space: str) -> list[tuple[str, str]]:
-    """`salt/space` and its directory, of all whose parts begin with `salt` and `space`: also of objects that the ledger
-    has lost because they were away for a time."""
+    """Each `salt/space` whose parts begin with these, and its directory. That includes objects that the ledger has lost
+    because their files were away for a time."""
 
     def matching(path: str, level: int, prefix: str) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
@@ -170,8 +170,8 @@ def spaces_in(root: str, salt: str, space: str) -> list[tuple[str, str]]:
 
 
 def objects_in(path: str, level: int = 0) -> Iterator[list[tuple[str, os.stat_result]]]:
-    """Names and stats of all objects under a root, a directory at a time. Removes links, empty files, and what belongs
-    to another user."""
+    """Names and stats of all objects under a root, a directory at a time. Removes links, empty files, and files and
+    directories of other users."""
     with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
         if level == len(_LEVELS):
             yield _objects(path, entries)
@@ -179,7 +179,7 @@ def objects_in(path: str, level: int = 0) -> Iterator[list[tuple[str, os.stat_re
         for entry in entries:
             if not _LEVELS[level].fullmatch(entry.name):
                 continue
-            if entry.is_symlink():  # objects would be written wherever it leads
+            if entry.is_symlink():  # objects would be written wherever the link leads
                 log.warning("removed %s: it is a symbolic link", entry.path)
                 os.unlink(entry.path)
             elif _is_foreign(entry.path, entry.stat(follow_symlinks=False)):
@@ -196,12 +196,12 @@ def _objects(path: str, files: Iterator[os.DirEntry[str]]) -> list[tuple[str, os
         if salt[:2] != top or file.name[:2] != fan or not NAME.fullmatch(name):
             continue
         info = file.stat(follow_symlinks=False)
-        if _is_foreign(file.path, info):  # its owner may have written any header
+        if _is_foreign(file.path, info):  # another user may have written any header
             remove(file.path)
         elif stat.S_ISREG(info.st_mode) and info.st_size:
             found.append((name, info))
         elif not stat.S_ISDIR(info.st_mode):
-            os.unlink(file.path)  # a link, or what a power failure has left of a file
+            os.unlink(file.path)  # a link, or a file that a power failure has emptied
     return found
 
 
@@ -224,7 +224,7 @@ def remove(path: str) -> None:
 
 
 def transfer(call: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview]) -> int:
-    """preadv or pwritev from the file's start, until the buffers or the file end; bytes transferred."""
+    """preadv or pwritev from the file's start, until the buffers or the file end. Returns the bytes transferred."""
     rest = list(buffers)
     done = 0
     while rest and (count := call(fd, rest[:_MOST_BUFFERS], done)):
@@ -260,7 +260,7 @@ def _make_private(place: Path) -> None:
     OSError if it is not accessible.
     """
     for part in reversed([part for part in place.parents if not part.exists()]):
-        part.mkdir(mode=0o755)  # and what the umask allows of it
+        part.mkdir(mode=0o755)  # the umask may take more rights away
     place.mkdir(mode=0o700, exist_ok=True)
     own = {LOCK, TMP, TRASH, "lost+found"}
     if others := [name for name in os.listdir(place) if name not in own and not _LEVELS[0].fullmatch(name)]:
@@ -289,10 +289,10 @@ def _make_private(place: Path) -> None:
 
 
 def _check_parent(place: Path, parent: Path) -> None:
-    """Anyone who can write to a parent directory can replace the directory below it."""
+    """Raise ConfigError if other users could replace a place, because they can write to this directory above it."""
     info = parent.stat()
     if info.st_mode & stat.S_ISVTX and info.st_uid in (0, os.geteuid()):
-        return  # only its owner can
+        return  # only the owner of an entry can replace it there
     if info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX:
         if not parent.is_mount():
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The ledger of a disk tier: its objects, their owners, and which one goes first. Any thread; no system calls.
+"""The ledger of a disk tier: its objects, their owners, and which object is evicted first. Any thread; no system calls.
 
 Invariant: every byte in the store is counted, from before it is written until after it is gone. So bytes are counted in
 three ways: as reserved for a write (`reserve`), as an object (`enter`), and as an object that was taken out (`take`,
@@ -22,22 +22,22 @@ from kvdepot.tiers.rules import NO_RULES, Rules, owner_of, tenant_of
 
 
 class Entry(Victim, gc=False):
-    """One object, or other bytes that are counted."""
+    """One object, or other bytes that count for an owner."""
 
     name: str = ""
-    """Empty if it is not an object; no policy knows it then."""
+    """Empty for bytes that are no object, which no policy knows."""
     owner: str = ""
-    """The tenant or salt that its bytes count for (tiers/rules.py); of an object, by its name."""
+    """The tenant or salt that the bytes count for (tiers/rules.py); for an object, its name says so."""
     charge: int = 0
     dated: float = 0.0
-    """When it was last used according to the store: seconds since 1970."""
+    """When the object was last used according to its file: seconds since 1970."""
     born: float = 0.0
     """When its contents were computed: seconds since 1970."""
     ranked: int = 0
-    """The generation of policies that knows it; 0: none does."""
+    """The generation of policies that knows the object; 0: none."""
     readers: int = 0
     settled: bool = False
-    """Its bytes are free once its last reader is done."""
+    """Whether the file is gone, so that the bytes are free once the last reader is done."""
 
     def __post_init__(self) -> None:
         if self.name:
@@ -51,12 +51,12 @@ class Ledger:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.ranked = False
-        """Whether earlier objects are in order of use; until then only reads are allowed."""
+        """Whether objects of earlier servers are in order of use; until then only reads are allowed."""
         self._lock = threading.RLock()
         self._policy = POLICIES[policy]
         self._rules = rules
         self._entries: dict[str, Entry] = {}
-        self._used: Counter[str] = Counter()  # counted bytes by owner
+        self._used: Counter[str] = Counter()  # counted bytes, by owner
         self._ages = Ages(self._ttl_of)
         self._clock = WallClock()
         self._generation = 0
@@ -115,7 +115,7 @@ class Ledger:
     # -- objects that an earlier server has left
 
     def add_found(self, entry: Entry) -> None:
-        """Count an object that was there at the start; `rank` follows when all are."""
+        """Count an object that was there at the start. `rank` follows once all are counted."""
         with self._lock:
             self._charge(entry.owner, entry.charge)
             self._put(entry)
@@ -127,11 +127,11 @@ class Ledger:
             self.ranked = True
 
     def _rank(self, entry: Entry) -> None:
-        """Let an object be evicted from now on; if its policy does not know it yet, it is the most recently used."""
+        """Let an object be evicted from now on. One that is new to its policy counts as the most recently used."""
         policy = self._share_of(entry.owner).policy
         if entry.ranked != self._generation:
             entry.ranked, entry.key = self._generation, entry.name.encode()
-            entry.queued, entry.place = False, 0  # of another policy
+            entry.queued, entry.place = False, 0  # its place was in another policy
             policy.insert([entry])
         if not entry.readers:
             policy.add(entry)
@@ -139,17 +139,17 @@ class Ledger:
     # -- bytes
 
     def _charge(self, owner: str, size: int) -> None:
-        """Count `size` bytes more that no eviction would free; fewer if negative."""
+        """Count `size` more bytes that no eviction would free; negative: fewer."""
         self.used_bytes += size
         share = self._share_of(owner)
         share.used += size
-        share.leaving += size  # so what is above the floor stays as it is
+        share.leaving += size  # so the evictable bytes above the floor stay the same
         self._used[owner] += size
         if not self._used[owner]:
             del self._used[owner]
 
     def reserve(self, size: int, owner: str) -> bool:
-        """Reserve bytes; whether that many were free for this owner."""
+        """Reserve bytes for an owner. Returns whether that many were free."""
         with self._lock:
             if self.used_bytes + size > self.capacity_bytes or self._share_of(owner).is_over_cap_with(size):
                 return False
@@ -181,7 +181,7 @@ class Ledger:
         return entry
 
     def enter(self, entry: Entry) -> None:
-        """Reserved bytes have become an object. It replaces the one of its name, whose file is gone by now."""
+        """Reserved bytes have become an object. It replaces the object of the same name, whose file is gone by now."""
         with self._lock:
             if (old := self.take(entry.name)) is not None:
                 self.settle(old)
@@ -196,7 +196,7 @@ class Ledger:
                 self._rank(entry)
 
     def hold(self, name: str) -> Entry | None:
-        """Begin to read an object, which counts as a use; `release` follows. None if there is no such object."""
+        """Begin to read an object, which counts as a use; end with `release`. None: there is no such object."""
         with self._lock:
             entry = self._entries.get(name)
             if entry is not None:
@@ -216,12 +216,12 @@ class Ledger:
                 self._rank(entry)
 
     def take(self, name: str) -> Entry | None:
-        """Take an object out; its bytes are counted until `settle`. None if there is no such object."""
+        """Take an object out; its bytes are counted until `settle`. None: there is no such object."""
         with self._lock:
             return self._pop(self._entries.get(name))
 
     def lose(self, entry: Entry) -> bool:
-        """The file of an object is not there: take it out and settle it. False if it was taken out before."""
+        """The file of an object is missing: take the object out and settle it. False: it was taken out before."""
         with self._lock:
             if entry.gone:
                 return False
@@ -230,14 +230,14 @@ class Ledger:
             return True
 
     def victim(self, owner: str | None, size: int) -> Entry | None:
-        """Take out the object to evict for `size` bytes of an owner; owner None: for nobody, so all floors hold. None
-        if all objects are being read."""
+        """Take out the object to evict for `size` bytes of an owner. owner None: for no owner, so all floors hold.
+        Returns None if all objects are being read."""
         with self._lock:
             by = None if owner is None else self._share_of(owner)
             return self._pop(victim_for(by, size, [self._rest, *self._shares.values()], attrgetter("charge")))
 
     def excess(self) -> Entry | None:
-        """Take out an object of an owner above its cap, or of any while the capacity is exceeded; None if none is."""
+        """Take out an object of an owner above its cap, or of any owner above the capacity. None: no excess."""
         with self._lock:
             for share in self._shares.values():
                 if share.is_over_cap_with(0) and (victim := share.victim()) is not None:
@@ -245,8 +245,8 @@ class Ledger:
             return self.victim(None, 0) if self.used_bytes > self.capacity_bytes else None
 
     def date(self, now: float, wall: float) -> None:
-        """Date objects that seem to be computed later than `wall`, because the clock was ahead. now: of a monotonic
-        clock."""
+        """Set the dates of objects that seem to be computed after `wall`, because the clock was ahead. now: of a
+        monotonic clock."""
         with self._lock:
             is_first, back = self._clock.is_new, self._clock.set_back(now, wall)
             for entry in self._entries.values() if is_first or back else ():
@@ -254,12 +254,12 @@ class Ledger:
                 self._ages.record(entry)
 
     def expired(self, wall: float) -> Entry | None:
-        """Take out an object that has expired at `wall` (seconds since 1970), even if it is read; None if none has."""
+        """Take out an object that has expired at `wall` (seconds since 1970), even while it is read. None: none has."""
         with self._lock:
             return self._pop(next(self._ages.due(wall), None))
 
     def spaces(self, salt: str, space: str) -> dict[str, list[Entry]]:
-        """The objects whose names begin so (Tier.forget), by `salt/space`."""
+        """The objects whose names' parts begin with `salt` and `space` (Tier.forget), by `salt/space`."""
         found: dict[str, list[Entry]] = defaultdict(list)
         with self._lock:
             for name, entry in self._entries.items():
@@ -268,7 +268,7 @@ class Ledger:
         return found
 
     def settle(self, entry: Entry, evicted: bool = False) -> None:
-        """The file of what was taken out is gone; readers may still have it open."""
+        """The file of an entry that was taken out is gone; readers may still have it open."""
         with self._lock:
             if entry.ranked == self._generation:
                 self._share_of(entry.owner).policy.remove(entry, evicted)

@@ -114,7 +114,7 @@ class MooncakeTier:
             return [code == 1 for code in known(store.batch_is_exist([PREFIX + name for name in names]))]
 
     def read(self, blobs: Sequence[Blob]) -> list[int | None]:
-        """Asks for sizes first: the library fails, loudly, if memory is not of exactly the object's size. Objects on
+        """Ask for sizes first: the library fails with an error unless memory has exactly the object's size. Objects on
         dead hosts are absent."""
         sizes: list[int | None] = [None] * len(blobs)
         if blobs:
@@ -123,7 +123,7 @@ class MooncakeTier:
         return sizes
 
     def _get(self, store: MooncakeStore, objects: list[PoolObject], sizes: list[int | None]) -> None:
-        """Read objects into memory of their size; what fails stays absent."""
+        """Read objects into memory of their size. Objects that fail stay absent."""
         for batch in self._batches(objects):
             with self._staging.placed(batch) as placed:
                 memory = memory_of(placed)  # `transfer` answers sizes, or codes of errors
@@ -139,10 +139,10 @@ class MooncakeTier:
 
     @staticmethod
     def _fit(store: MooncakeStore, objects: list[PoolObject], sizes: list[int | None]) -> list[PoolObject]:
-        """Objects for which there is memory enough, with memory of exactly their size. The others are answered."""
+        """Objects whose buffers are large enough, with memory of exactly their size. Sets the others' answers."""
         fitting = []
         replicas = store.batch_get_replica_desc(list({entry.key for entry in objects}))
-        if not replicas:  # also the answer without a master
+        if not replicas:  # the library answers so without a master, too
             known(store.batch_is_exist([objects[0].key]))
         for entry in objects:
             size = size_of(replicas.get(entry.key, ()))

@@ -1,4 +1,4 @@
-"""Types of what is used of Mooncake Store's client, which has none, and loading it.
+"""Types for the used part of Mooncake Store's client, which declares none, and the import of that client.
 
 Its calls block, most without the GIL (see membership.py); a negative code is an error.
 """
@@ -66,7 +66,7 @@ class MooncakeStore(Protocol):
 
 
 def library() -> ModuleType:
-    """The library's module; it is not loaded before. Raises ConfigError that says what to install."""
+    """The library's module, imported at the first call. Raises a ConfigError that says what to install."""
     try:
         return importlib.import_module("mooncake.store")
     except ImportError as exc:

@@ -1,7 +1,7 @@
-"""This process's membership in a Mooncake Store: its one client, and what it takes to use it safely.
+"""This process's membership in a Mooncake Store: its one client, and the rules for using that client safely.
 
-Used by the tier, on any of its threads. Invariant: memory that the library may still write to is not given back. What
-the library (0.3.13) does wrong, and what is done about it here:
+Used by the tier, on any of its threads. Invariant: memory that the library may still write to is not given back. Faults
+of the library (0.3.13), and the code here that handles each:
 
 - joining and leaving keep the GIL, for a minute and a half if no master answers: see `_rehearse`;
 - more than 2048 pieces in transit to one host hang for a minute, and then that host is lost forever: see `transfer`;
@@ -32,7 +32,7 @@ from kvdepot.tiers.mooncake.library import MooncakeStore, library
 SPANS_UNDER_WAY = 1024
 """Maximum pieces of memory in all calls together."""
 STUCK_S = 50.0
-"""The library gives up transfers that take longer."""
+"""Seconds after which the library gives up a transfer."""
 LEAVE_S = 10.0
 _REHEARSAL_S = 10.0
 _LOST = -900
@@ -100,12 +100,12 @@ class Membership:
     def _join(self) -> MooncakeStore:
         """A client that has joined. Raises TierError, or ConfigError for an address that is not this host's."""
         loaded = library()
-        try:  # the library itself would try for long
+        try:  # the library itself would go on trying
             with socket.create_connection(self._master, timeout=2.0) as probe:
                 local = self._options.local_host or probe.getsockname()[0]
         except OSError as exc:
             raise TierError(f"no mooncake_master answers at {self.place}: {exc.strerror or exc}") from exc
-        try:  # the library would not notice
+        try:  # the library would not notice a bad address
             with socket.socket() as probe:
                 probe.bind((local.rpartition(":")[0] or local, 0))
         except OSError as exc:
@@ -124,7 +124,7 @@ class Membership:
         return store
 
     def _rehearse(self, *words: str) -> None:
-        """Join in another process first, without memory for the pool: that process's GIL may be held for long. Raises
+        """Join in another process first, without memory for the pool: its GIL may be held for long. Raises
         TierError."""
         failed = f"Mooncake Store at {self.place} cannot be joined"
         try:
@@ -171,8 +171,8 @@ class Membership:
                 self._state.notify_all()
 
     def _give_up(self) -> None:
-        """Close a client that may still be moving bytes of a call that has failed, before that call returns: the last
-        of the calls in progress does, the others wait. The pool loses its segment."""
+        """Close a client that may still be moving bytes of a failed call, before that call returns. The last call in
+        progress closes it; the others wait. The pool loses its segment."""
         if self._calls == 0:
             store, self._store = self._store, None
             assert store is not None, "stuck without a client"
@@ -182,7 +182,7 @@ class Membership:
             self._state.wait_for(lambda: not self._stuck)
 
     def transfer(self, spans: int, move: Callable[[], list[int]]) -> list[int]:
-        """Call a function of the client that moves bytes in this many pieces of memory; its codes. Raises TierError."""
+        """Call `move`, which moves bytes in `spans` pieces of memory. Returns its codes. Raises TierError."""
         with self._state:
             self._state.wait_for(lambda: self._stuck or self._spans + spans <= SPANS_UNDER_WAY)
             if self._stuck:
@@ -222,7 +222,7 @@ class Membership:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Around calls that read memory of the pool."""
+        """Hold this around calls that read memory of the pool."""
         with self._state:
             generation = self._generation
             self._reads[generation] += 1
@@ -237,10 +237,10 @@ class Membership:
 
     @contextmanager
     def reserving(self) -> Iterator[None]:
-        """Around calls that allocate memory of the pool.
+        """Hold this around calls that allocate memory of the pool.
 
         A removal frees memory that may still be being read. So nothing is allocated during a removal, nor until all
-        reads have ended that began before its end: they would get bytes of the new object.
+        reads have ended that began before the removal's end, which would get bytes of the new object.
         """
         with self._state:
             self._state.wait_for(lambda: not self._removals and not any(n < self._generation for n in self._reads))
@@ -254,7 +254,7 @@ class Membership:
 
     @contextmanager
     def removing(self) -> Iterator[None]:
-        """Around calls that free memory of the pool; see `reserving`."""
+        """Hold this around calls that free memory of the pool; see `reserving`."""
         with self._state:
             self._removals += 1
             self._state.wait_for(lambda: not self._reservations)
@@ -268,7 +268,7 @@ class Membership:
 
 
 def address_of(buffer: memoryview) -> int:
-    """The address of a buffer; of an empty one, any."""
+    """The address of a buffer; any address for an empty one."""
     return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]) if len(buffer) else 0
 
 

@@ -18,7 +18,7 @@ from kvdepot.tiers.mooncake.membership import Membership, address_of
 PREFIX = "kvdepot/"
 """The beginning of our objects' names; others may use the pool, too."""
 MOST_SPANS = 256
-"""Pieces of memory in one call; objects of more are staged."""
+"""The most pieces of memory in one call; objects with more pieces are staged."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,6 @@ class PoolObject:
         self.size = sum(size for _, size in self.spans)
 
     def cut(self, size: int) -> PoolObject:
-        """The first `size` bytes of its memory."""
         spans = []
         for address, length in self.spans:
             if size <= 0:
@@ -56,8 +55,8 @@ class PoolObject:
 
 
 class Batch(NamedTuple):
-    """Objects for one call of the library, no two with the same key: the library (0.3.13) would fill one and answer for
-    both. stages: whether the bytes move through the staging memory."""
+    """Objects for one call of the library, no two with the same key: the library (0.3.13) would fill only one and
+    answer for both. stages: whether the bytes move through the staging memory."""
 
     objects: list[PoolObject]
     stages: bool
@@ -84,8 +83,8 @@ def batches_of(
 
 
 class Staging:
-    """Memory for bytes elsewhere that the transport cannot access, allocated when it is first needed. Any thread; one
-    at a time."""
+    """Memory in place of memory that the transport cannot access, allocated when it is first needed. Any thread; one at
+    a time."""
 
     def __init__(self, pool: Membership, least_bytes: int, tally: Tally) -> None:
         self._pool = pool
@@ -97,8 +96,8 @@ class Staging:
 
     @contextmanager
     def placed(self, batch: Batch) -> Iterator[list[PoolObject]]:
-        """The objects of a batch with the memory that the library moves; blocks other staged batches. Raises
-        TierError."""
+        """The objects of a batch with the memory that the library is to use. Other staged batches wait meanwhile.
+        Raises TierError."""
         if not batch.stages or not batch.objects:
             yield batch.objects
             return
@@ -124,7 +123,6 @@ def objects_of(blobs: Sequence[Blob]) -> list[PoolObject]:
 
 
 def memory_of(objects: Sequence[PoolObject]) -> tuple[list[str], Matrix, Matrix]:
-    """Keys, addresses and sizes, as the library takes them."""
     addresses = [[address for address, _ in entry.spans] for entry in objects]
     return [entry.key for entry in objects], addresses, [[size for _, size in entry.spans] for entry in objects]
 

@@ -3,12 +3,12 @@
     redis://[user:password@]host[:port][/db]?...    rediss:// the same over TLS
     redis+cluster://host:port[,host:port...]?...    rediss+cluster:// the same over TLS
 
-redis-py connects, authenticates, pools connections and knows a cluster's slots (servers.py). The commands that carry
-KV are packed and their replies read here, on its connections (exchange.py), for two reasons: a value is sent from the
+redis-py connects, authenticates, pools connections and knows a cluster's slots (servers.py). The commands that carry KV
+are packed and their replies read here, on its connections (exchange.py), for two reasons: a value is sent from the
 buffers it lies in, and it is read in parts. One `GET` of 8 MiB makes the server build a reply of 8 MiB, and the client
-a bytes object of the same size under the GIL; the same bytes as `GETRANGE`s of 1 MiB arrive at twice the speed. They
-follow a `WATCH` of the key, and an empty `MULTI`/`EXEC` after them says whether they are all of one object: a server
-without memory left refuses every command within a transaction, and none of these.
+a bytes object of the same size under the GIL; the same bytes as `GETRANGE`s of 1 MiB arrive at twice the speed. A
+`WATCH` of the key comes before them, and an empty `MULTI`/`EXEC` after them says whether all parts are of one object.
+The parts are not read within a transaction, where a server without free memory would refuse them.
 
 Objects that Redis evicts or that expire are misses. A server that has no memory left and may not evict
 (`maxmemory-policy noeviction`), or that stopped writing because it cannot save, refuses writes: they are answered
@@ -80,7 +80,7 @@ def open(url: str, options: dict[str, str], threads: int) -> RedisTier:
         "password": password or None,
         "socket_timeout": own.timeout_s,
         "socket_connect_timeout": own.timeout_s,
-        "protocol": 2,  # 3 has nothing that is needed; with it, redis-py accepts push messages that extend timeouts
+        "protocol": 2,  # with protocol 3, redis-py would accept push messages that extend timeouts
         "ssl": scheme.startswith("rediss"),
         "ssl_ca_certs": own.tls_ca or None,
         "ssl_certfile": own.tls_cert or None,
@@ -146,7 +146,7 @@ class RedisTier:
             for index, (watched, length, *parts, _, unchanged) in answers:
                 expect(watched, bytes)
                 expect(unchanged, list)
-                if says(length, "WRONGTYPE") or length == 0:  # another's key, or none
+                if says(length, "WRONGTYPE") or length == 0:  # a key of another program, or none
                     continue
                 blob, size = blobs[index], expect(length, int)
                 if fill(blob.buffers, (expect(part, bytes) for part in parts)) < min(size, blob.size):
@@ -179,7 +179,7 @@ class RedisTier:
         begins = [salt.encode(), space.encode()]
 
         def ours(key: bytes | str) -> bool:
-            assert isinstance(key, bytes)  # str only for clients that decode
+            assert isinstance(key, bytes)  # only clients that decode get str
             parts = key[len(self._prefix) :].split(b"/")
             return len(parts) == 3 and all(part.startswith(text) for part, text in zip(parts, begins, strict=False))
 
@@ -189,7 +189,7 @@ class RedisTier:
                 cursor = 0
                 while True:
                     cursor, keys = client.scan(cursor, pattern, SCAN_KEYS)
-                    pipe = client.pipeline(transaction=False)  # a key per command: a cluster accepts no others
+                    pipe = client.pipeline(transaction=False)  # one key per command: a cluster accepts no others
                     for key in filter(ours, keys):
                         pipe.unlink(key)
                     gone += sum(expect(checked(count), int) for count in pipe.execute(raise_on_error=False))
@@ -206,7 +206,7 @@ class RedisTier:
         return TierUsage(capacity_bytes=sum(limits) if all(limits) else None, counters=self._tally.counts())
 
     def close(self) -> None:
-        """Idle connections are closed now, the others after the calls that use them."""
+        """Close idle connections now, and the others after the calls that use them."""
         self._closed = True
         self._servers.close()
 
@@ -238,7 +238,7 @@ class RedisTier:
                                 f"{self._name}: this server is a node of a cluster and has only some of the keys; "
                                 "write redis+cluster:// (with TLS: rediss+cluster://) in the tier's URL"
                             )
-                        if is_elsewhere or replies[-1] is None:  # None: EXEC after a change
+                        if is_elsewhere or replies[-1] is None:  # None: EXEC's reply after a change
                             again.append(index)
                         else:
                             yield index, replies
@@ -257,7 +257,7 @@ class RedisTier:
         except (RedisError, exceptions.RedisClusterException, OSError) as exc:
             self._servers.distrust()
             said = str(exc)
-            if type(exc) not in (redis.ConnectionError, redis.TimeoutError):  # those are redis-py's own words
+            if type(exc) not in (redis.ConnectionError, redis.TimeoutError):  # the text of these is redis-py's own
                 # A server that does not know AUTH quotes its arguments, cut off at some length.
                 said = redact(said.partition(", with args beginning with")[0], self._secrets)
             raise TierError(f"{self._name}: {type(exc).__name__}: {said}") from None
@@ -269,9 +269,9 @@ class RedisTier:
         try:
             client.ping()
         except ResponseError as exc:
-            if not says(exc, "MISCONF"):  # refuses writes, and PING to be noticed: reads still work
+            if not says(exc, "MISCONF"):  # such a server refuses writes and PING, but still answers reads
                 raise
         try:
             return int(client.info("memory").get("maxmemory", 0))
-        except ResponseError:  # this user may not ask, or the server has no such command
+        except ResponseError:  # the user has no right to ask, or the server has no such command
             return 0

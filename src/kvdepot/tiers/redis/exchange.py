@@ -14,13 +14,13 @@ PART_BYTES = 1 << 20
 WINDOW_BYTES = 64 << 20
 """Bytes requested and not yet read on one connection: the server keeps them in its memory."""
 SEND_BYTES = 4 << 20
-"""Passed to the socket at once; the timeout restarts with each."""
+"""Bytes passed to the socket at once; the timeout restarts with each such part."""
 SMALL_BYTES = 16 << 10
 """Pieces below this are joined: a copy costs less than a packet."""
 
 Packed: TypeAlias = "list[bytes | memoryview]"
 Reply: TypeAlias = "int | bytes | list[Reply] | ResponseError | None"
-"""An error of one command is a value."""
+"""The error of a single command is a value, too."""
 
 _T = TypeVar("_T")
 
@@ -73,12 +73,11 @@ def _bulk(*words: bytes) -> bytes:
 
 
 def says(reply: Reply, code: str) -> bool:
-    """Whether the reply is an error with this code."""
     return isinstance(reply, ResponseError) and str(reply).startswith(code)
 
 
 def expect(reply: Reply, kind: type[_T]) -> _T:
-    """A reply of this type. Raises the error that it is, or RedisError."""
+    """The reply, which must have this type. Raises the reply if it is an error, or RedisError for another type."""
     if isinstance(reply, ResponseError):
         raise reply
     if not isinstance(reply, kind):
@@ -97,7 +96,7 @@ def checked(value: object) -> Reply:
 
 def exchange(pool: ConnectionPool, requests: Sequence[tuple[int, Request]]) -> Generator[tuple[int, list[Reply]]]:
     """Send (number, request) on one connection, with at most WINDOW_BYTES unread; yields (number, replies), in order.
-    To be closed. Raises RedisError or OSError."""
+    Close the generator after use. Raises RedisError or OSError."""
     connection: _Connection = (taken := pool.get_connection())
     complete = False
     try:
@@ -123,7 +122,7 @@ def exchange(pool: ConnectionPool, requests: Sequence[tuple[int, Request]]) -> G
         complete = True
     finally:
         if not complete:
-            connection.disconnect()  # the next call would take what it still sends for its own replies
+            connection.disconnect()  # the next call would take the remaining replies for its own
         pool.release(taken)
 
 

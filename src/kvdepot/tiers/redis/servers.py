@@ -36,7 +36,6 @@ class Single:
         self._client = redis.Redis(host=host, port=port, db=database, retry=once, **settings)
 
     def routes(self, requests: Sequence[Request], numbers: Sequence[int]) -> list[Route]:
-        """The servers of the requests of these numbers."""
         return [(self._client.connection_pool, numbers)]
 
     def clients(self) -> list[redis.Redis]:
