@@ -496,3 +496,14 @@ def test_a_server_does_not_start_with_quotas_that_cannot_hold(
                 "--arena-gib", "0.01", "--arena-name", f"kvdepot-test-{secrets.token_hex(6)}")  # fmt: skip
     assert ended.returncode == 2
     assert said in ended.stderr and "alice" not in ended.stderr
+
+
+def test_clients_whose_key_the_server_knows_are_served(keyed: Depot, keys: Path) -> None:
+    client = asks(keyed, keys / "bob.key")
+    assert client is not None
+    assert client.ask(wire.Noop()).result(HANG_S) == "ok"
+    client.close()
+    printed = run("status", "--url", keyed.url, "--json", KVDEPOT_KEY=str(keys / "bob.key"))
+    assert json.loads(printed.stdout)["chunk_size_tokens"] == 256
+    printed = run("status", "--url", keyed.url, "--json", "--key", keys / "alice.key", KVDEPOT_KEY="")
+    assert json.loads(printed.stdout)["chunk_size_tokens"] == 256

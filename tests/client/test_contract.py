@@ -36,12 +36,12 @@ from kvdepot.adapters import (
 from kvdepot.client import lmcache
 from kvdepot.client import socket as client_socket
 from kvdepot.client.scheduler import Cached, Unanswered
-from kvdepot.client.transfer import pack_block_ids
+from kvdepot.client.transfer import Operation, pack_block_ids
 from kvdepot.devices.host import HostBlocks
 from kvdepot.keys import ROOT, ChunkChain
 from kvdepot.protocol.endpoints import Claim
-from tests.client.engine import BLOCK, CHUNK, PER_CHUNK, Engine, MakeEngine, make_caches, read_blocks
-from tests.conftest import HANG_S, Depot, StartDepot, eventually, suspend
+from tests.client.engine import BLOCK, CHUNK, PER_CHUNK, Engine, Later, MakeEngine, make_caches, read_blocks
+from tests.conftest import HANG_S, Depot, StartDepot, ends, eventually, suspend
 from tests.server.process import kill
 
 BLOCKS = 32
@@ -677,3 +677,29 @@ def test_a_class_has_the_names_of_the_contract_and_another_client_is_refused(eng
     with pytest.raises(errors.BadRequest, match="must be a MessageQueueClient, not a str"):
         engine.scheduler.mq_client = "ipc:///a/socket"  # type: ignore[assignment]
     assert engine.scheduler.mq_client is before
+
+
+def test_shutdown_with_an_event_still_pending_is_bounded(depot: Depot) -> None:
+    engine = Engine(depot, caches=[make_caches()])
+    engine.worker.submit_store_request("r", LoadStoreOp([0, 1, 2, 3], token_ids=prompt(CHUNK)), Later())
+    with ends():
+        engine.close()
+    assert engine.worker.get_finished({"r"}) == ({"r"}, None)
+
+
+def test_of_a_request_only_the_chunks_that_are_missing_fail(engine: Engine) -> None:
+    tokens, told = prompt(3 * CHUNK), list[Operation]()
+    engine.scheduler.watch = engine.worker.watch = told.append
+    engine.store(LoadStoreOp([0, 1, 2, 3], token_ids=tokens[:CHUNK]))
+    engine.store(LoadStoreOp([4, 5, 6, 7], token_ids=tokens, start=2 * CHUNK, end=3 * CHUNK))
+    targets = list(range(12, 24))
+    before = read_blocks(engine.caches[0], targets)
+    assert engine.retrieve(LoadStoreOp(targets, token_ids=tokens)) == {16, 17, 18, 19}
+    stored = read_blocks(engine.caches[0], list(range(8)))
+    assert read_blocks(engine.caches[0], targets) == stored[:4] + before[4:8] + stored[4:]
+    engine.lookup(token_ids=tokens)
+    size = len(b"".join(stored[:4]))
+    assert [(each.kind, each.chunks, each.done, each.size_bytes, each.error) for each in told] == [
+        ("store", 1, 1, size, None), ("store", 1, 1, size, None), ("retrieve", 3, 2, 2 * size, None),
+        ("lookup", 3, 1, 0, None),
+    ]  # fmt: skip

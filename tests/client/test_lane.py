@@ -781,3 +781,19 @@ def test_threads_that_share_a_lane_get_their_own_bytes(rank: Rank) -> None:
     for each in working:
         each.join(HANG_S)
     assert not failed and not rank.lane._live
+
+
+@pytest.mark.faults
+def test_what_a_stopped_server_was_asked_is_given_up_and_never_visible(
+    start_depot: StartDepot, make_rank: MakeRank
+) -> None:
+    depot = start_depot()
+    rank, hashes = make_rank(depot), chunks(2)
+    suspend(depot.process.pid)
+    operations = [rank.store(hashes), rank.load(hashes)]
+    assert rank.lane.give_up(operations, 0.05) == 2
+    os.kill(depot.process.pid, signal.SIGCONT)
+    eventually(lambda: is_idle(depot))
+    assert rank.found(hashes) == 0 and rank.blocks.moves == []
+    eventually(lambda: not rank.lane._live)
+    assert rank.store(hashes).result(HANG_S) is True

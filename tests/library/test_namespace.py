@@ -728,3 +728,13 @@ def test_a_namespace_says_what_to_do_once_its_depot_is_closed(server: Depot) -> 
         with pytest.raises(BadRequest, match=r"kvdepot\.connect\(\)"):
             call()
     depot.close()
+
+
+def test_a_get_into_longer_buffers_leaves_the_rest_as_it_was(make: MakeNamespace) -> None:
+    ns = make()
+    tokens, kv = random_tokens(2 * TOKENS), random_kv(SMALL, 2 * TOKENS)
+    ns.put(tokens, kv)
+    target, before = random_kv(SMALL, 9 * TOKENS, 3), random_kv(SMALL, 9 * TOKENS, 3)
+    assert ns.get_into([*tokens, *random_tokens(TOKENS, 4)], target) == 2 * TOKENS
+    check(cut(target, SMALL, 0, 2 * TOKENS), kv, SMALL, 2 * TOKENS)
+    check(cut(target, SMALL, 2 * TOKENS, 9 * TOKENS), before, SMALL, 9 * TOKENS, 2 * TOKENS)

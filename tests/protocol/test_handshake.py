@@ -16,12 +16,22 @@ import zmq
 
 from kvdepot.client import MessageQueueClient
 from kvdepot.client.socket import _others_between
-from kvdepot.errors import BadRequest, KVDepotError, Unavailable, UnknownClient
+from kvdepot.errors import BadRequest, KVDepotError, Unavailable, UnknownClient, VersionMismatch
+from kvdepot.memory.shm import LivenessFile
 from kvdepot.protocol import wire
 from kvdepot.protocol.handshake import Offer, is_sealed
 from tests.conftest import HANG_S, SHM, Depot, StartDepot, eventually
 from tests.ports import free_port
 from tests.protocol.raw import Raw
+
+
+class OldHello(msgspec.Struct, tag="Hello", array_like=True, frozen=True):
+    """As it was up to version 3."""
+
+    version: int
+    liveness: str
+    secret: bytes
+
 
 pytestmark = pytest.mark.faults
 
@@ -310,3 +320,29 @@ def test_nonces_and_proofs_are_not_in_the_text_of_messages() -> None:
     secret = b"sixteen secret b"
     for message in (wire.Hello(8, "live", secret), wire.Prove(secret), wire.Proof(8, "arena", secret, secret)):
         assert "secret" not in repr(message)
+
+
+def test_who_answers_what_nobody_has_asked_it_yet_is_not_believed(
+    context: zmq.Context[Any], start_impostor: StartImpostor
+) -> None:
+    """Requests wait until the server is authenticated, and their ids are easy to guess."""
+    url = open_urls()["tcp"]
+
+    def answer(_: bytes, frame: bytes) -> bytes:
+        assert int.from_bytes(frame[:8], "little") > 1, "a hello comes after what waits for it"
+        return wire.encode_answer((1).to_bytes(8, "little"), b"bootboot", 64)
+
+    impostor = start_impostor(url, answer)
+    client = MessageQueueClient(url, context)
+    with pytest.raises(KVDepotError):
+        client.ask(LOOKUP, deadline_s=1.0).result(HANG_S)
+    assert impostor.heard
+    client.close()
+
+
+def test_a_client_of_the_last_version_is_told_so_by_this_server(start_depot: StartDepot) -> None:
+    raw, liveness = Raw(start_depot(arena_mib=8)), LivenessFile(SHM)
+    refused = raw.ask_bytes(msgspec.msgpack.encode(OldHello(3, liveness.name, liveness.secret)))
+    assert type(refused) is VersionMismatch and "protocol 3" in str(refused)
+    raw.close()
+    liveness.close()

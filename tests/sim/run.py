@@ -473,7 +473,8 @@ EXPECTED = frozenset(
     groups_stored_without_state
     lookup_awaited_tail tail_continued tail_found_behind_memory tail_hit tail_hit_from_tiers tail_stored
     engine_connected_late server_idle_exit
-    clear_while_removing forgetchunks_while_removing lookup_while_removing takelease_while_removing retrieve_while_removing
+    clear_while_removing forgetchunks_while_removing lookup_while_removing takelease_while_removing
+    retrieve_while_removing
     server_died_while_removing store_while_removing
     asker_died_while_waiting awaited_chunks awaited_store_failed late_lookups lookup_awaited_room lookup_awaited_store
     lookup_answered_again shortened_lookups

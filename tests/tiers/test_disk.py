@@ -708,3 +708,11 @@ def test_with_many_objects_it_is_open_before_they_are_counted(root: Path) -> Non
     assert tier.usage().objects in (count, count + 1)
     assert tier.forget("", "") >= count
     tier.close()
+
+
+def test_a_files_date_is_written_once_a_minute_at_most(root: Path, start: Callable[..., Disk]) -> None:
+    tier = start()
+    assert write(tier, 1)
+    first = file_of(root, 1).stat().st_mtime_ns
+    assert read(tier, 1) == content(1, 10_000)
+    assert file_of(root, 1).stat().st_mtime_ns == first

@@ -41,3 +41,25 @@ def test_two_ranks_store_each_shard_once_and_both_get_it_back(
     assert all(abs(own[token] - loaded[token]) < 0.1 for token in own.keys() & loaded.keys())
     engine.stop()
     eventually(lambda: depot.status()["holds"] == 0)
+
+
+def test_parts_of_another_number_of_ranks_are_never_used(
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    """A model with windows: each rank has a part of its own of each KV cache group."""
+    depot = start_depot(arena_mib=64)
+    tokens = prompt(82, CHUNKS * 256 + 17)
+    one = start_engine(models["windows"], depot.url, dtype="float32").wait_started()
+    computed = one.run(tokens)
+    assert one.run_fresh(tokens)["cached"] == CHUNKS * 256
+    two = start_engine(models["windows"], depot.url, dtype="float32", tensor_parallel_size=2).wait_started()
+    first = two.run(tokens)
+    assert first["cached"] == 0
+    from_depot = two.run_fresh(tokens)
+    assert from_depot["cached"] == CHUNKS * 256
+    own = two.run(tokens)
+    assert output(from_depot) == output(own)
+    assert computed["tokens"] == first["tokens"] == own["tokens"]
+    assert {model["world_size"] for model in depot.status()["namespaces"]} == {1, 2}
+    one.stop(), two.stop()
+    eventually(lambda: depot.status()["holds"] == 0)

@@ -233,3 +233,33 @@ def test_pins_of_a_load_end_when_the_rest_of_the_prompt_is_stored(vllm_depot: De
     assert told_saved() == before + 256
     connector.request_finished(one, [1, 2, 3, 4])
     assert told_saved() == before + 256, "told twice"
+
+
+def test_stores_follow_their_steps_output_and_keep_a_finished_requests_blocks(
+    vllm_depot: Depot, start_steps: StartSteps
+) -> None:
+    steps = start_steps(vllm_depot.url)
+    connector = steps.connector
+    one = request(list(range(512)))
+    connector.on_new_request(one)
+    first = steps.build(512)
+    second = steps.build()  # ahead, as vLLM's async scheduling does
+    assert first.stores == second.stores == []
+    assert connector.request_finished(one, [1, 2, 3, 4]) == (True, None)  # aborted while the first runs
+    third = steps.build()
+    assert third.stores == [] and third.ended == set()
+    steps.back(first)
+    fourth = steps.build()
+    assert [store.request_id for store in fourth.stores] == ["r"] and fourth.ended == {"r"}
+    # A request that is preempted before its step is back loses its blocks, and stores nothing.
+    connector.on_new_request(one)
+    fifth = steps.build(512)
+    sixth = steps.build(preempted=True)
+    steps.back(fifth), steps.back(sixth)
+    assert steps.build().stores == []
+    # Nor does one that read a block which failed.
+    one.num_computed_tokens = 128
+    connector._scheduler._tracked["r"].read_tokens = None
+    seventh = steps.build(384)
+    steps.back(seventh, failed={1})
+    assert steps.build().stores == []

@@ -195,3 +195,22 @@ def test_in_a_real_engine_loads_preemptions_and_failures_change_no_token(
     assert loaded["cached"] == 4 * CHUNK and output(loaded) == output(engine.run(tokens))
     engine.stop()
     eventually(lambda: nothing_is_held(again.status()))
+
+
+@in_turn
+def test_preempted_requests_store_no_wrong_byte_and_end_once(
+    steps: int, depot: Depot, start_by_hand: StartByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a busy machine, stores take longer than a step that preempts waits for them, and are void then.
+    monkeypatch.setattr("kvdepot.integrations.vllm.worker._PREEMPTION_S", HANG_S)
+    engine = start_by_hand(steps=steps, blocks=24, **{"kvdepot.save_decode": True})
+    prompts = {f"r{i}": prompt(10 + i, 3 * CHUNK + 5 + i) for i in range(3)}
+    made = [engine.add(name, tokens, says=130) for name, tokens in prompts.items()]
+    engine.finish()
+    assert sum(request.num_preemptions for request in made) > 0
+    for request in made:
+        check(request)
+    engine = start_by_hand(steps=steps)
+    for name, tokens in prompts.items():
+        assert engine.run(name, tokens) == 3 * CHUNK
+    eventually(lambda: nothing_is_held(depot.status()))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from tests.conftest import StartDepot
+from tests.conftest import StartDepot, eventually
 from tests.tiers.servers import RedisServer, need
 from tests.vllm.conftest import StartEngine
-from tests.vllm.engines import prompt
+from tests.vllm.engines import output, prompt
+
+TOKENS = prompt(71, 4 * 256 + 17)
 
 
 def test_a_request_goes_on_when_a_tier_never_answers_and_later_ones_do_not_ask_it(
@@ -32,5 +34,31 @@ def test_a_request_goes_on_when_a_tier_never_answers_and_later_ones_do_not_ask_i
         redis.process.send_signal(signal.SIGCONT)
         engine.stop()
         depot.stop()
+    finally:
+        redis.kill()
+
+
+def test_an_engine_elsewhere_gets_the_same_tokens_through_a_shared_tier(
+    start_depot: StartDepot, start_engine: StartEngine, models: dict[str, Path], tmp_path: Path
+) -> None:
+    need(commands=["redis-server"], modules=["redis"])
+    redis = RedisServer(tmp_path)
+    try:
+        tier = f"redis://127.0.0.1:{redis.port}"
+        one = start_depot("--tiers", tier, arena_mib=128)
+        two = start_depot("--tiers", tier, "--lookup-s", "8", arena_mib=128)
+        first, second = (start_engine(models["gqa"], depot.url) for depot in (one, two))
+        assert first.wait_started().run(TOKENS)["cached"] == 0
+        answer = first.run(TOKENS)
+        first.stop()
+        eventually(lambda: one.status()["tiers"][0]["counters"].get("saved_chunks", 0) >= 4)
+        one.stop()
+        assert two.status()["chunks"] == 0, "its memory begins empty"
+        through, own = second.wait_started().run_fresh(TOKENS), second.run(TOKENS)
+        assert through["cached"] == own["cached"] == 1024
+        assert output(through) == output(own) == output(answer)
+        assert two.status()["tiers"][0]["counters"]["loaded_chunks"] >= 4
+        second.stop()
+        two.stop()
     finally:
         redis.kill()

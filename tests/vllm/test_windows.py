@@ -6,15 +6,20 @@ several, and vLLM takes blocks that have left a window from its request between 
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import Depot
+from tests.conftest import Depot, StartDepot, suspend
 from tests.vllm import engines
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engines import output, prompt, same_as_own
+
+STATES: dict[str, Any] = {"enable_prefix_caching": True, "num_gpu_blocks_override": 64}
+STATE_CHUNK = 640
 
 FLOAT32: dict[str, Any] = {"dtype": "float32"}
 """So that a batch of another shape gives the same tokens."""
@@ -51,4 +56,27 @@ def test_windows_that_vllm_keeps_whole_are_one_group(
     same_as_own(engine, tokens, 6 * 256)
     same_as_own(engine, [*tokens[: 3 * 256], 5, 6, 7], 3 * 256, exact=False)  # every chunk is a boundary
     assert "KV cache group" not in engine.logged()
+    engine.stop()
+
+
+def test_states_are_not_used_again_before_they_are_stored(
+    start_depot: StartDepot, models: dict[str, Path], start_engine: StartEngine
+) -> None:
+    """The server stands still while the engine goes on, in so little space that it soon uses every free block."""
+    depot = start_depot(arena_mib=64)
+    engine = start_engine(
+        models["states"], depot.url, extra={"kvdepot.boundary_chunks": 1}, prefix_cache_retention_interval=None,
+        **STATES | {"num_gpu_blocks_override": 20},
+    ).wait_started()  # fmt: skip
+    tokens = prompt(650, 6 * STATE_CHUNK - 100)
+    engine.tell("add", request=engine.request(tokens))
+    suspend(depot.process.pid)
+    for _ in range(8):
+        engine.tell("step")
+    os.kill(depot.process.pid, signal.SIGCONT)
+    engine.tell("finish")
+    for chunks in range(1, 6):  # whichever of them could be stored
+        parted = [*tokens[: chunks * STATE_CHUNK], 5, 6, 7]
+        assert engine.run_fresh(parted)["tokens"] == engine.run_fresh(parted, salt=f"computed {chunks}")["tokens"]
+    same_as_own(engine, tokens, 5 * STATE_CHUNK)
     engine.stop()

@@ -78,11 +78,11 @@ class Codec:
         self.has_logged = False
         """Whether an unreadable object has been logged. Used by the tier worker."""
         self._coding = 0  # the bits of encrypted objects; no others are decrypted
-        if compress and not _can_import("zstandard"):
+        if compress and not _can_compress():
             raise ConfigError(f"compress=zstd needs zstandard; {install.advice('compress')}")
         if key is not None:
             assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
-            if not _can_import("cryptography.hazmat.primitives.ciphers"):
+            if not _can_encrypt():
                 raise ConfigError(f"key_file needs cryptography; {install.advice('encrypt')}")
             mark = blake3(key, derive_key_context="kvdepot tiers: which key").digest()[:3]
             self._coding = _ENCRYPTED | int.from_bytes(mark, "little") << 8
@@ -115,7 +115,7 @@ class Codec:
             return "it is encrypted, and this tier has no key_file"
         if rest != self._coding:  # anybody could have written an unencrypted object
             return "it is encrypted with another key" if rest else "it is not encrypted, and this tier has a key_file"
-        if shuffled and not _can_import("zstandard"):
+        if shuffled and not _can_compress():
             return f"it is compressed, and zstandard is missing; {install.advice('compress')}"
         return ""
 
@@ -157,10 +157,17 @@ def make_codec(options: Options) -> Codec:
 
 
 @functools.cache
-def _can_import(module: str) -> bool:
-    """Whether a library can be imported; one that is installed may lack its native part."""
+def _can_compress() -> bool:
+    """Whether zstandard can be imported; one that is installed may lack its native part."""
     with contextlib.suppress(ImportError):
-        return bool(import_module(module))
+        return bool(import_module("zstandard"))
+    return False
+
+
+@functools.cache
+def _can_encrypt() -> bool:
+    with contextlib.suppress(ImportError):
+        return bool(import_module("cryptography.hazmat.primitives.ciphers"))
     return False
 
 
@@ -248,10 +255,10 @@ def _compress(parts: Sequence[memoryview], size: int) -> tuple[int, Bytes] | Non
 
 
 def _shrink(zstd: zstandard.ZstdCompressor, block: Bytes, width: int) -> list[Bytes]:
-    """The planes of a block of elements, each compressed or as it is, whichever is shorter."""
+    """The planes of a block of elements, each compressed if that is shorter: `_expand` takes a whole length as is."""
     elements = block.view(f"<u{width}")
     planes = [(elements >> (8 * number)).astype(np.uint8) for number in range(width)]
-    return [min(np.frombuffer(zstd.compress(plane.data), np.uint8), plane, key=len) for plane in planes]
+    return [min(plane, np.frombuffer(zstd.compress(plane.data), np.uint8), key=len) for plane in planes]
 
 
 def _expand(body: Bytes, width: int, size: int, out: Sequence[memoryview]) -> bool:

@@ -183,13 +183,14 @@ class ObjectTier:
         return kept
 
     def remove(self, names: Sequence[str]) -> None:
-        def delete(some: str | Sequence[str]) -> None:
+        def delete(name: str) -> None:
             with self._edge(), suppress(FileNotFoundError):
-                obstore.delete(self._store, some)
+                obstore.delete(self._store, name)
 
-        if isinstance(self._store, S3Store):
+        if isinstance(self._store, S3Store):  # 404 is no missing object there, but a missing bucket or operation
             for start in range(0, len(names), DELETE_NAMES):
-                delete(names[start : start + DELETE_NAMES])
+                with self._edge():
+                    obstore.delete(self._store, names[start : start + DELETE_NAMES])
         else:  # these stores have no batches, or fail at the first missing name
             self._each(delete, names)
 
