@@ -6,8 +6,15 @@ from collections.abc import Iterable, Sequence
 
 from kvdepot.core.index.chunk import Namespace, is_there
 from kvdepot.core.index.events import Hidden, IndexEvent, Removed, Stored
+from kvdepot.core.index.index import Index
 from kvdepot.core.index.states import ChunkState
 from kvdepot.protocol.status import Status
+
+
+def take_events(index: Index) -> list[IndexEvent]:
+    """Remove and return what has happened, as `Depot._conclude` does after each request."""
+    events, index.events = index.events, []
+    return events
 
 
 class Heard:

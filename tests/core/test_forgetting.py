@@ -21,7 +21,7 @@ from kvdepot.eviction import POLICIES
 from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol import wire
 from tests.core.desk import Desk, lookup, prompt, shards, store
-from tests.core.heard import Heard
+from tests.core.heard import Heard, take_events
 from tests.core.host import look, new_host
 from tests.core.shelf import Path, Steps, key_of, reserve, sealed
 from tests.core.shelf import prompt as keys_of
@@ -298,7 +298,7 @@ class RemovalMachine(RuleBasedStateMachine):
         for (place, key), kept in self.kept.items():
             if not kept.forgotten and kept.ranks == place + 1:
                 assert self.namespaces[place].chunks[key].state in (ChunkState.WHOLE, ChunkState.CHAINED)
-        self.heard.read(self.index.take_events(), 0)
+        self.heard.read(take_events(self.index), 0)
         self.heard.check(self.namespaces)
         if not self.removals:
             assert not any(each.hiding for each in self.namespaces)
@@ -321,7 +321,7 @@ class RemovalMachine(RuleBasedStateMachine):
         self.removals.clear(self.namespaces)
         self.removals.finish()
         assert (self.index.chunks, self.index.reserved, self.index.held) == (0, 0, 0)
-        self.heard.read(self.index.take_events(), 0)
+        self.heard.read(take_events(self.index), 0)
         assert self.index.allocator.free_bytes == self.index.allocator.capacity and not self.index.namespaces.all()
         assert not self.heard.found
 

@@ -28,7 +28,7 @@ from kvdepot.protocol.keys import ROOT
 from kvdepot.protocol.wire import Group
 from tests.conftest import clear
 from tests.core.groups import BLOCKS, CHUNK_TOKENS, SHAPES, Rack, Reaches, deepest, fingerprint, needed, wire_groups
-from tests.core.heard import Heard
+from tests.core.heard import Heard, take_events
 from tests.core.shelf import Path, Shelf, Steps, key_of, keys, prompt, reserve_one
 
 # -- the model
@@ -346,7 +346,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         self.index.validate()
         whole = {place for place in self.model.parts if self.model.is_usable(*place)}
-        self.heard.read(self.index.take_events(), 0)
+        self.heard.read(take_events(self.index), 0)
         self.heard.check(self.rack.namespaces)
         told = {(chunk.namespace.group, chunk.key) for chunk in self.heard.found.values()}
         assert whole <= told
@@ -517,7 +517,7 @@ def store_run(index: Index, namespace: Namespace, run: Run, wall: int = 1, rank:
     """Store the chunks of a run that are missing."""
     made = index.reserve(namespace, rank, run, wall)
     index.finish([(chunk, rank) for chunk in made.chunks], dict.fromkeys(range(len(made.chunks)), 1), wall)
-    index.take_events()
+    take_events(index)
     index.validate()
     return made
 
@@ -555,10 +555,10 @@ def test_a_chunk_that_one_rank_renews_is_new_to_tiers_removals_and_restarts(is_c
         index.mark_corrupt(chunk, 1)
     assert expire(index, 12) == 1 and first in namespace.chunks  # it waits for the one behind it
     scope = index.namespaces.begin_removal([namespace], None, hides=False)
-    index.take_events()
+    take_events(index)
     made = index.reserve(namespace, 1, run_of(first), 12)
     index.finish([(each, 1) for each in made.chunks], {0: 1}, 12)
-    assert {event.rank for event in index.take_events() if isinstance(event, StoredEvent)} == {0, 1}
+    assert {event.rank for event in take_events(index) if isinstance(event, StoredEvent)} == {0, 1}
     assert [shard.tiers for shard in chunk.shards.values()] == [0, 0] and not scope.means(chunk)
     after = Index(Allocator(0, 64 * PAGE), Lru, Records(memoryview(bytearray(index.records._memory))), 10)
     assert restore(after).shards == 4

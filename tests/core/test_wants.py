@@ -25,6 +25,7 @@ from kvdepot.memory.allocator import PAGE, Allocator
 from kvdepot.protocol.quotas import Quota
 from tests.conftest import clear
 from tests.core.groups import Rack, Reaches, wire_groups
+from tests.core.heard import take_events
 from tests.core.shelf import key_of, keys, prompt
 from tests.core.wanted import WatchedIndex, said
 
@@ -167,7 +168,7 @@ class WantsMachine(RuleBasedStateMachine):
         if hasattr(self, "index"):
             self.index.validate()
             assert all(self.index.wants.depth(want) == self.index.depth_of(want) for want, *_ in self.queue)
-            self.index.take_events()
+            take_events(self.index)
 
     def teardown(self) -> None:
         if not hasattr(self, "index"):

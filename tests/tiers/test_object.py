@@ -9,6 +9,7 @@ import threading
 import traceback
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ class TestS3Faults(StoreFaults):
 
 def test_a_bucket_that_is_not_there_is_an_error_and_not_only_misses(server: S3Server) -> None:
     tier = parse(url(server.endpoint, bucket="another-bucket")).open()
-    for call in (tier.usage, lambda: put(tier, 1, b"one"), lambda: tier.forget("", "")):
+    removal = partial(tier.remove, [name_of(1)])
+    for call in (tier.usage, lambda: put(tier, 1, b"one"), lambda: tier.forget("", ""), removal):
         with pytest.raises(TierError, match=r"NoSuchBucket|404"):
             call()
 

@@ -5,6 +5,7 @@ They hold, are replayed exactly, and notice when something is wrong.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -21,8 +22,12 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture(scope="module", autouse=True)
 def _parts() -> Iterator[None]:
+    """The parts of the runs. The plugin's way of logging ends with them: later tests would see each line twice."""
+    ours = logging.getLogger("kvdepot")
+    before = ours.parent, ours.propagate, list(ours.handlers)
     with parts():
         yield
+    ours.parent, ours.propagate, ours.handlers[:] = before
 
 
 def test_no_invariant_breaks_in_the_first_seeds() -> None:

@@ -124,8 +124,8 @@ class Requests:
         return sorted(parked, key=lambda each: not isinstance(each[1].request, wire.Register))
 
     def oldest_without_deadline(self) -> tuple[int | None, PendingRequest | None]:
-        """Of the requests that wait for their answers without a deadline: the number of the first queued lookup, and
-        the first request that is none."""
+        """The number of the first queued lookup among the requests that wait without a deadline, and the first request
+        that is no lookup."""
         queued = None
         for number, item in self.pending.items():
             if item.deadline == float("inf"):

@@ -112,7 +112,7 @@ class _Parts(NamedTuple):
 def compare(
     blocks: BlockMemory, arena: ArenaBytes, pieces: Sequence[CopyPiece], has_experts: bool
 ) -> list[list[float]]:
-    """For each piece, whose extents hold a stored chunk: its largest difference, then that of each part in the order of
+    """The largest difference of each piece, whose extents hold a stored chunk, then that of each part in the order of
     bytes. NaN: of a part whose data type is unknown. [0.0]: the bytes are equal.
 
     Blocks while it copies and compares. Raises DeviceError.

@@ -176,7 +176,7 @@ class Unwanted(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """For each part of the Load, its header if the shard is in the arena, intact; otherwise the reason why it is not.
+    """The header of each part of the Load whose shard is in the arena, intact; otherwise the reason why it is not.
 
     took_s: seconds of the call, with decoding and checksums; 0: not measured.
     """

@@ -71,15 +71,10 @@ class Index:
         self.evicted = 0
         self.evicted_from: Counter[int] = Counter()  # evicted chunks, by the tiers (bits) that had all their shards
         self.wall = 0  # seconds since 1970 at the last `expire`, once a second
-        self.events: list[IndexEvent] = []  # since `take_events`
+        self.events: list[IndexEvent] = []  # that readers have not got
         self.serial = 0  # shards sealed so far
         self.uses = 0  # of chunks
         self.chains = Chains()
-
-    def take_events(self) -> list[IndexEvent]:
-        """Remove and return the events since the last call."""
-        events, self.events = self.events, []
-        return events
 
     # -- reserve
 

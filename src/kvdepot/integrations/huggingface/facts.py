@@ -142,7 +142,7 @@ class PlainFacts:
         return [[path, self._module(f"{where}.{path}", each)] for path, each in module.named_modules()]
 
     def _function(self, where: str, value: types.FunctionType, depth: int) -> object:
-        """For a library's function, its name and the functions of others that its module has; else all of its code."""
+        """The name of a library's function and the functions of others in its module; of other functions, all code."""
         module, code = value.__globals__.get("__name__", ""), value.__code__
         inner = getattr(value, "__wrapped__", None) or getattr(value, "_torchdynamo_orig_callable", None)
         found: list[object] = [f"{module}.{code.co_name}", self._describe(where, inner, depth)]

@@ -233,7 +233,7 @@ class CacheLayout:
         return torch.cat([each.contiguous().reshape(-1).view(torch.uint8).cpu() for each in parts])
 
     def reaches(self, chunk_tokens: int) -> list[int]:
-        """For each geometry, the tokens before a chunk's end, in whole chunks, that resuming there needs; 0: all."""
+        """The tokens before a chunk's end, in whole chunks, that resuming there needs, by geometry; 0: all."""
         return [math.ceil(geometry.window / chunk_tokens) * chunk_tokens for geometry, _ in self.groups]
 
     def arguments(self, held: list[Held], reaches: list[int], end: int) -> list[object]:

@@ -68,7 +68,7 @@ class GuardedClient(MessageQueueClient):
         """server_url: vLLM appends a port to every host; the port of a unix socket is left out."""
         super().__init__(_PORT_OF_SOCKET.sub(r"\1", server_url), context)
         self.skip_blocks: list[int] = []
-        """By key, the number of leading blocks of its first chunk that the next retrieve must not write."""
+        """The number of leading blocks of a key's first chunk that the next retrieve must not write."""
         self._failed_blocks: set[int] = set()
         self._stores: list[MessagingFuture[Any]] = []
 

@@ -210,7 +210,7 @@ class KVDepotHiCache(HiCacheStorage):
         return self._guard(self._store.clear, False)
 
     def get_stats(self) -> StorageMetrics | None:
-        """For each move since the last call, its pages and GB/s; None if SGLang collects no such metrics."""
+        """The pages and GB/s of each move since the last call; None if SGLang collects no such metrics."""
         if not self._config.enable_storage_metrics:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics
