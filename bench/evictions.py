@@ -72,7 +72,7 @@ class _Full:
             if not made.chunks:
                 raise RuntimeError(f"{made.refusal} where a chunk can be evicted")
             index.seal(made.chunks[0], 0)
-            index.take_events()
+            index.events.clear()
         return time.perf_counter() - begun
 
 

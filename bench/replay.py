@@ -226,7 +226,7 @@ def _hits(trace: Trace, index: Index) -> int:
         for chunk in index.reserve(namespace, 0, run, 0).chunks:
             index.seal(chunk, 0)
         index.release(pin.chunks)
-        index.take_events()
+        index.events.clear()
     return hits
 
 

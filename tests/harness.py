@@ -136,7 +136,7 @@ class Harness:
 
     def act(self, actions: list[Action]) -> None:
         """Handle actions as the server's loop does."""
-        assert not self.index.events, "something happened that no listener was told"
+        assert not self.index.events, "something happened that no reader was told"
         for action in actions:
             match action:
                 case Reply():
