@@ -24,6 +24,7 @@ import zmq
 from blake3 import blake3
 
 from kvdepot.adapters import LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter, LoadStoreOp
+from kvdepot.client import MessageQueueClient
 from kvdepot.client.transfer import Origin
 from kvdepot.errors import KVDepotError
 from kvdepot.protocol import wire
@@ -66,6 +67,11 @@ class Request:
     cached: int = 0  # chunks
     steps_left: int = 0
     aborted: bool = False
+
+
+def _met_a_cut(client: MessageQueueClient) -> bool:
+    client.pump()
+    return not client.is_welcomed
 
 
 class ToyEngine:
@@ -257,6 +263,10 @@ class ToyEngine:
             return [answer.result(1.0) for answer in answers] == ["ok", "ok"]
         except KVDepotError:
             return False
+
+    def is_cut_off(self) -> bool:
+        """Whether scheduler and worker have met that they have no connection."""
+        return all(_met_a_cut(adapter.mq_client) for adapter in (self.scheduler, self.worker))
 
     def server_status(self) -> dict[str, Any]:
         """What `kvdepot status` shows, for where only this process can see the server."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from tools.toy_engine import ToyEngine
 
+from kvdepot.client import connection
 from kvdepot.client.operations import CopyPhase
 from tests.faults.halting import halt
 from tests.faults.tail_engine import TailEngine
@@ -50,6 +51,7 @@ class Child:
     def handle(self, do: str, **arguments: Any) -> Any:
         match do:
             case "open":
+                connection._STALE_S = arguments.pop("stale_s", connection._STALE_S)
                 self.engine = (TailEngine if "widths" in arguments else ToyEngine)(**arguments)
                 return os.getpid()
             case "start":
