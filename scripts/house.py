@@ -32,7 +32,7 @@ LINES = {
     "src/kvdepot/tiers": 4_306,
     "src/kvdepot/web": 1_543,
     "src": 43_401,
-    "tests": 51_910,
+    "tests": 52_008,
 }
 """The most lines of Python below each folder."""
 LIMITS = {

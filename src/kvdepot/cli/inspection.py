@@ -40,14 +40,14 @@ def inspect(
 ) -> int:
     """Show where the chunks of one prompt are, or with --compare, which chunks differed from what engines computed.
 
-    Of a prompt, it shows memory, what holds the chunks, and which tiers probably have them. Tiers are not queried:
-    whether they have chunks that memory lacks is unknown; `kvdepot warm` loads those. --json lists each chunk. Exit
-    code 1 if memory has none of the chunks.
+    For a prompt, it shows which chunks are in memory, what holds them, and which tiers probably have them. It does not
+    query tiers, so it cannot say whether they have chunks that memory lacks; `kvdepot warm` loads those. --json lists
+    each chunk. Exit code 1 if memory has none of the chunks.
 
-    Of an engine's first hit on another's chunks, a part is computed and compared; with `kvdepot serve --verify-hits`, a
-    share of all later hits as a whole, too. If such a later hit differs, the model is in quarantine: none of its chunks
-    is served until --release. --compare names the engines, what is different about them, and which parts of the chunk
-    differ. Parts are in the order of the engine's KV tensors; tensors that are adjacent in memory are one part.
+    An engine computes a part of its first hit on another engine's chunks, and compares it. With `kvdepot serve
+    --verify-hits`, engines also compute and compare a share of all later hits. If a later hit differs, the model is in
+    quarantine: none of its chunks is served until --release. --compare names the engines, what is different about them,
+    and which parts of the chunk differ. Parts are in the order of the engine's KV tensors; adjacent tensors are one.
     --model chooses models whose names begin with NAME. Exit code 1 while a model is in quarantine.
     """
     if (compare or release is not None) and (source.tokens or source.hashes or source.salt):

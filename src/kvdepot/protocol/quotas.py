@@ -26,7 +26,7 @@ class Quota(msgspec.Struct, frozen=True):
 
     floor_bytes: Annotated[int, gauge("Memory that others cannot take from a tenant.")] = 0
     cap_bytes: Annotated[int, gauge("Most memory that a tenant can have; 0: no cap.")] = 0
-    weight: Annotated[float, Meta(description="Its share above all floors, beside others' weights (default: 1).")] = 1.0
+    weight: Annotated[float, Meta(description="Share of the memory above all floors, beside others; default 1.")] = 1.0
     ttl_s: Annotated[int, Meta(description="Seconds after which its chunks expire; 0: only the server's limit.")] = 0
     disk_floor_bytes: Annotated[int, gauge("Bytes in each tier disk:// that others cannot take.")] = 0
     disk_cap_bytes: Annotated[int, gauge("Most bytes of a tenant in each tier disk://; 0: no cap.")] = 0
